@@ -1,0 +1,87 @@
+"""`import hf_mla` in a fresh interpreter: needs no optional package, and does nothing but import."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL = ("triton", "flashinfer", "IPython", "jupyter", "ipykernel", "ipywidgets")
+
+# What any program that holds a model has imported: what follows it is hf_mla's own doing.
+BASELINE = "import torch, transformers\nfrom transformers import GenerationMixin, PreTrainedModel, masking_utils\n"
+
+ASK_FOR_FLASHINFER = """
+import torch, hf_mla.kernels as kernels
+assert kernels.available_backends()["reference"] is None
+reason = kernels.available_backends()["flashinfer"]
+assert reason, "a missing package was called available"
+try:
+    kernels.resolve_backend("flashinfer", device=torch.device("cpu"), dtype=torch.bfloat16, num_heads=16,
+                            kv_lora_rank=512, qk_rope_head_dim=64, block_size=64)
+except ValueError as error:
+    assert "flashinfer" in str(error), error
+else:
+    raise AssertionError("an absent backend was resolved")
+assert kernels.resolve_backend("auto", device=torch.device("cpu"), dtype=torch.float32, num_heads=16,
+                               kv_lora_rank=512, qk_rope_head_dim=64, block_size=64) == "reference"
+"""
+
+# Audit events of the outside world, beyond opening files to read.
+FORBIDDEN_EVENTS = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir")
+FORBIDDEN_EVENTS += ("os.remove", "os.rename", "shutil.", "tempfile.", "urllib.", "webbrowser.")
+
+
+def run_python(code: str, *path: str) -> str:
+    """Runs code in a fresh interpreter with the folders of `path` first on its module path; returns its output."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_import_with_optional_packages_absent():
+    absent = f"import sys\nsys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
+    run_python(absent + "import hf_mla\n" + ASK_FOR_FLASHINFER)
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
+@pytest.mark.parametrize("name", ["triton", "flashinfer", "IPython", "jupyter"])
+def test_import_with_a_broken_optional_package(tmp_path, name, error):
+    (tmp_path / f"{name}.py").write_text(f"raise {error}('{name} is broken here')\n")
+    if name == "triton" and error != "ImportError":
+        # torch itself imports triton, and takes nothing but an ImportError for its absence.
+        code = BASELINE + f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules.pop('triton', None)\n"
+        run_python(code + "import hf_mla, hf_mla.kernels\nassert hf_mla.kernels.available_backends()['triton']")
+        return
+    run_python("import hf_mla\n" + (ASK_FOR_FLASHINFER if name == "flashinfer" else ""), str(tmp_path))
+
+
+def test_import_pulls_in_no_optional_package():
+    report = f"import json, sys\nprint(json.dumps([name for name in {OPTIONAL!r} if name in sys.modules]))\n"
+    before = json.loads(run_python(BASELINE + report))
+    after = json.loads(run_python(BASELINE + "import hf_mla, hf_mla.kernels\n" + report))
+    assert after == before
+
+
+def test_import_touches_neither_network_nor_files_nor_processes():
+    watch = f"""
+import json, os, sys
+events = []
+def watch(event, arguments):
+    if event == "open":
+        path, mode, flags = arguments
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes or not str(path).endswith((".py", ".pyc", ".so")):
+            events.append(f"open {{path}} {{mode}} {{flags}}")
+    elif event.startswith({FORBIDDEN_EVENTS!r}):
+        events.append(event)
+sys.addaudithook(watch)
+import hf_mla, hf_mla.kernels
+print(json.dumps(events))
+"""
+    assert json.loads(run_python(BASELINE + watch)) == []
