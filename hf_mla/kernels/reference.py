@@ -1,0 +1,84 @@
+"""MLA decode, latent writes, block copies and gathers in plain torch: the oracle, and the path for any device.
+
+Shapes: B rows, Sq query tokens a row, H heads, R = kv_lora_rank, P = qk_rope_head_dim, N blocks, S = block_size, M table columns.
+pages [N, S, >= R+P]: an entry is [ckv (R) | k_pe (P) | maybe padding]; slot = block * S + offset.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def split_slots(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block ids and offsets of int64 slots; pages may be strided, so a slot is not an index into a flat view."""
+    return torch.div(slots, block_size, rounding_mode="floor"), slots % block_size
+
+
+def _gather_rows(pages: torch.Tensor, block_table: torch.Tensor, row_lens: torch.Tensor, width: int) -> torch.Tensor:
+    """Latents [B, T, width] of every row, T = the longest row rounded up to blocks; tokens beyond a row are zero."""
+    size = pages.shape[1]
+    columns = -(-int(row_lens.max()) // size)
+    used = torch.arange(columns, device=pages.device) * size < row_lens[:, None]
+    ids = torch.where(used, block_table[:, :columns], 0).long()  # wild ids beyond a row are never dereferenced
+    latents = pages[:, :, :width].index_select(0, ids.flatten()).view(len(ids), columns * size, width)
+    beyond = torch.arange(columns * size, device=pages.device) >= row_lens[:, None]
+    return latents.masked_fill_(beyond[..., None], 0)  # 0 * NaN is NaN: page tails must not reach the products
+
+
+def decode(
+    q_latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    sm_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend q_latent [B, Sq, H, R], q_pe [B, Sq, H, P] over the first kv_lens [B, Sq] tokens of each row.
+
+    The arithmetic is float32 (float64 for float64 queries). Heads are folded into query rows, so that a product reads the
+    latents once for all heads. Returns out [B, Sq, H, R] in the queries' dtype and lse [B, Sq, H] float32, natural log;
+    where a length is 0: out 0, lse -inf.
+    """
+    batch, q_len, heads, rank = q_latent.shape
+    work = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
+    lens = kv_lens.long()
+    if q_latent.numel() == 0 or not int(lens.max()):
+        lse = q_latent.new_full((batch, q_len, heads), float("-inf"), dtype=torch.float32)
+        return q_latent.new_zeros(batch, q_len, heads, rank), lse
+    latents = _gather_rows(pages, block_table, lens.amax(1), rank + q_pe.shape[-1]).to(work)
+    query = torch.cat([q_latent, q_pe], -1).to(work).reshape(batch, q_len * heads, -1)
+    scores = torch.bmm(query, latents.transpose(1, 2)).mul_(sm_scale)
+    unseen = torch.arange(latents.shape[1], device=lens.device) >= lens[:, :, None]
+    scores.view(batch, q_len, heads, -1).masked_fill_(unseen[:, :, None], float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    weights = scores.sub_(lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp_()
+    out = torch.bmm(weights, latents[..., :rank]).view(batch, q_len, heads, rank)
+    return out.to(q_latent.dtype), lse.view(batch, q_len, heads).float()
+
+
+def write_latents(pages: torch.Tensor, ckv: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store ckv [T, R] and k_pe [T, P] at int64 slots [T]; a slot of -1 is skipped. Other values of pages are untouched."""
+    kept = (slot_mapping >= 0).nonzero().squeeze(1)
+    if kept.numel() == len(slot_mapping):
+        block, offset = split_slots(slot_mapping, pages.shape[1])
+    else:
+        block, offset = split_slots(slot_mapping[kept], pages.shape[1])
+        ckv, k_pe = ckv[kept], k_pe[kept]
+    rank, rope = ckv.shape[1], k_pe.shape[1]
+    pages[:, :, :rank].index_put_((block, offset), ckv)
+    pages[:, :, rank : rank + rope].index_put_((block, offset), k_pe)
+
+
+def copy_blocks(pages: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Copy blocks src [C] to blocks dst [C] (int64, on pages' device): what copy-on-write needs. dst has no repeats."""
+    pages.index_copy_(0, dst, pages.index_select(0, src))
+
+
+def gather_latents(
+    pages: torch.Tensor, slots: torch.Tensor, kv_lora_rank: int, qk_rope_head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the entries at int64 `slots` of any shape [...]: (ckv [..., R], k_pe [..., P]); a slot of -1 gives zeros."""
+    width = kv_lora_rank + qk_rope_head_dim
+    block, offset = split_slots(slots.clamp(min=0), pages.shape[1])
+    entries = pages[:, :, :width][block, offset].masked_fill_((slots < 0)[..., None], 0)
+    return entries[..., :kv_lora_rank], entries[..., kv_lora_rank:]
