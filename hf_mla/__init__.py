@@ -1,3 +1,29 @@
-"""Multi-head latent attention for Hugging Face transformers."""
+"""Multi-head latent attention for Hugging Face transformers: decode from a paged cache of compressed latents.
+
+hf_mla.patch(model)
+model.generate(**inputs, cache_implementation="paged_mla")
+"""
+
+from . import compat
+
+compat.check_version()
+
+from . import generation  # noqa: E402
+from .cache import MemoryReport, PagedMLACache, PoolExhausted  # noqa: E402
+from .config import MLAConfig  # noqa: E402
+from .patch import disable, enable, patch, patched, unpatch  # noqa: E402
 
 __version__ = "0.1.0"
+__all__ = [
+    "MLAConfig",
+    "MemoryReport",
+    "PagedMLACache",
+    "PoolExhausted",
+    "disable",
+    "enable",
+    "patch",
+    "patched",
+    "unpatch",
+]
+
+generation.install()

@@ -1,0 +1,236 @@
+"""What a patched model does differently in a forward pass.
+
+Three small objects sit on the model, and stock code runs everything else:
+
+    StepHooks        around the decoder's forward: plans the step on the cache, drops the plan afterwards
+    LatentsOrKV      in place of an attention's expand_kv: hands latents on while the step is absorbed
+    AttentionConfig  in place of an attention's config: names our attention function while the step is absorbed
+
+so that without a PagedMLACache, or in a step that isn't absorbed, the very code of transformers runs.
+
+    B rows, S new columns, H heads, R = kv_lora_rank, P = qk_rope_head_dim
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from . import compat, kernels
+from .absorb import absorb_query, absorbed_weights, project_back
+from .cache import PagedMLACache
+from .cache.step import StepPlan
+from .config import MLAConfig
+
+# A name for transformers' attention registry. "flash" in it would switch on code meant for flash attention (a substring
+# test), and a name with "paged" is continuous batching's.
+ATTENTION_NAME = "hf_mla_absorbed"
+
+# New columns up to which attention is absorbed. A query costs 2 * (2R + P) flops a head and cached token absorbed and
+# 2 * (nope + P + v) expanded, but expanding a cached token costs 2 * R * (nope + v) a head first: for DeepSeek's sizes
+# the two meet at 170 columns.
+MAX_ABSORBED_COLUMNS = 128
+
+
+class PatchKey:
+    """Identity of one patched decoder: copied and pickled along with it, and no reference to it (no cycle to collect)."""
+
+
+@dataclass
+class ActiveStep:
+    """The forward pass that this thread is in."""
+
+    key: PatchKey
+    cache: PagedMLACache
+    plan: StepPlan
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.steps: list[ActiveStep | None] = []
+
+
+_active = _Active()
+
+
+def absorbed_step(key: PatchKey) -> ActiveStep | None:
+    """This thread's step of the decoder that `key` stands for, if it is absorbed."""
+    step = _active.steps[-1] if _active.steps else None
+    return step if step is not None and step.plan.absorbed and step.key is key else None
+
+
+class StepHooks:
+    """Forward hooks of one decoder.
+
+    Args:
+        key: The decoder's key. A decoder is the module that takes the 2D mask, the positions and the cache.
+        config: How steps are planned.
+    """
+
+    def __init__(self, key: PatchKey, config: MLAConfig):
+        self.key = key
+        self.config = config
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Plan the step where the call brings a PagedMLACache."""
+        _active.steps.append(None)
+        call = compat.bind_forward(module, args, kwargs)
+        cache = call["cache"]
+        if not isinstance(cache, PagedMLACache):
+            return None
+        if module.training:
+            raise ValueError(
+                "cache: a PagedMLACache is for inference and the model is in training mode; call model.eval(), or train "
+                "with use_cache=False"
+            )
+        inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+        if inputs is None:
+            return None  # the model's own error tells it best
+        wants_weights = call.get("output_attentions")
+        if wants_weights is None:
+            wants_weights = getattr(module.config, "output_attentions", False)
+        plan = cache.begin_step(
+            call.get("attention_mask"),
+            inputs.shape[0],
+            inputs.shape[1],
+            max_absorbed=0 if wants_weights else MAX_ABSORBED_COLUMNS,
+            backend=self.config.backend,
+        )
+        _active.steps[-1] = ActiveStep(self.key, cache, plan)
+        if not plan.absorbed or "attention_mask" not in kwargs:
+            return None
+        # Lengths say all that the mask said. A prepared (4D) mask is passed through as it is, so none is built.
+        return args, {**kwargs, "attention_mask": inputs.new_empty((1, 1, 1, 1), dtype=torch.bool)}
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Drop the plan; `output` is None where the forward raised."""
+        step = _active.steps.pop() if _active.steps else None
+        if step is not None:
+            step.cache.end_step(failed=output is None)
+
+
+class LatentsOrKV:
+    """Stands in for an attention module's `expand_kv`.
+
+    Args:
+        key: The decoder's key.
+        module: The attention module, held weakly.
+        replaced: What lay on the instance before (a hook of accelerate's, say), or None for the class's own method.
+    """
+
+    def __init__(self, key: PatchKey, module: nn.Module, replaced: Callable | None):
+        self.key = key
+        self.module = weakref.ref(module)
+        self.replaced = replaced
+
+    def __reduce__(self) -> tuple:  # a weak reference can't be copied or pickled
+        return LatentsOrKV, (self.key, self.module(), self.replaced)
+
+    def __call__(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, 1, S, R] and [B, 1, S, P] -> keys and values, or the same latents in an absorbed step."""
+        if absorbed_step(self.key) is not None:
+            return kv_nope, k_rot
+        if self.replaced is not None:
+            return self.replaced(kv_nope, k_rot)
+        module: Any = self.module()
+        return type(module).expand_kv(module, kv_nope, k_rot)
+
+
+class AttentionConfig:
+    """Stands in for an attention module's config: the model's own one, live, but for one name.
+
+    The model's config object is shared by all its modules and by any other model built from it, so our name can't be
+    put there: masks, `set_attn_implementation` and `save_pretrained` go on working on the original.
+
+    Args:
+        key: The decoder's key.
+        original: The config that was there.
+    """
+
+    def __init__(self, key: PatchKey, original: Any):
+        self.__dict__.update(key=key, original=original)
+
+    @property
+    def _attn_implementation(self) -> str:
+        if absorbed_step(self.key) is not None:
+            return ATTENTION_NAME
+        return self.original._attn_implementation
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("key", "original"):  # while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.original, name, value)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes a result on; a backward pass through it raises instead of leaving the history out."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grad: torch.Tensor) -> None:
+        raise RuntimeError(
+            "no gradients flow through a PagedMLACache; use use_cache=False or a DynamicCache to differentiate"
+        )
+
+
+def absorbed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of an absorbed step, registered with transformers as `ATTENTION_NAME`.
+
+    Args:
+        module: A patched attention module.
+        query: [B, H, S, nope + P].
+        key: This step's ckv, already in the pages; not read. `value` likewise.
+        attention_mask: Not read: the plan's lengths say what each query sees.
+        scaling: sm_scale, the module's own (with yarn's mscale).
+
+    Returns:
+        ([B, S, H, v], None)
+
+    Raises:
+        ValueError: Called outside an absorbed step, as when the name is given to `set_attn_implementation`.
+    """
+    step = absorbed_step(module.config.key) if isinstance(module.config, AttentionConfig) else None
+    if step is None:
+        raise ValueError(
+            f'attn_implementation is "{ATTENTION_NAME}", which only hf_mla.patch may choose; allowed: eager, sdpa and '
+            "the model's other implementations"
+        )
+    with torch.no_grad():
+        out = _attend(module, query.detach(), step, scaling)
+    if torch.is_grad_enabled() and query.requires_grad:
+        out = _NoGradient.apply(out, query)
+    return out, None
+
+
+def _attend(module: nn.Module, query: torch.Tensor, step: ActiveStep, scaling: float) -> torch.Tensor:
+    layer = step.cache.layers[module.layer_idx]
+    nope, rope = module.qk_nope_head_dim, layer.layout.qk_rope_head_dim
+    q_nope, q_pe = query.split([nope, rope], dim=-1)
+    weights = absorbed_weights(module.kv_b_proj, nope, module.v_head_dim, layer.layout.kv_lora_rank, query)
+    q_latent = absorb_query(q_nope, weights)
+    plan = step.plan.decode_plan(layer.layout, query.shape[1], layer.device)
+    dtype = layer.layout.dtype
+    o_latent, _ = kernels.decode(plan, q_latent.to(dtype), q_pe.transpose(1, 2).to(dtype), layer.pages, scaling)
+    return project_back(o_latent.to(query.dtype), weights)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, absorbed_attention)

@@ -1,0 +1,270 @@
+"""`PagedMLACache`: the transformers Cache that keeps latents in blocks.
+
+    B rows, q new columns, L padded columns, R = kv_lora_rank, P = qk_rope_head_dim
+
+Lengths have two meanings. `get_seq_length`, `get_mask_sizes`, `crop` and position ids speak padded columns, as every
+transformers cache does. Blocks, slots and kernel lengths speak stored tokens: masked columns take no memory.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from .. import compat
+from ..config import MLAConfig
+from .layer import PagedMLALayer
+from .report import MemoryReport, report_html, report_line
+from .sequences import SequenceTable
+from .step import StepPlan
+
+
+class PagedMLACache(Cache):
+    """Paged cache of compressed latents for models with multi-head latent attention.
+
+    On a patched model, attention reads the pages directly. On an unpatched model of transformers >= 5.15 it is a plain
+    cache: `update` returns the whole history.
+
+    Args:
+        config: The model's config. Needed for models that mix latent attention with other layers, which keep the layer
+            classes of transformers' own DynamicCache; otherwise layers are added as they come.
+        block_size: Tokens a block: 16, 32, 64, 128 or 256.
+        entry_alignment: Bytes an entry is padded to a multiple of, a power of two from 16 (packed) to 4096.
+        dtype: Type of the stored values (float32, float16, bfloat16), or None for that of the latents.
+        max_tokens: Tokens the pool may hold over all rows, rounded up to blocks; None grows as needed.
+
+    Raises:
+        ValueError: A value that isn't allowed, or a config without latent attention.
+
+    Example:
+        >>> cache = hf_mla.PagedMLACache(max_tokens=8192)
+        >>> model.generate(**inputs, past_key_values=cache)
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        block_size: int = 64,
+        entry_alignment: int = 16,
+        dtype: torch.dtype | None = None,
+        max_tokens: int | None = None,
+    ):
+        options = MLAConfig(
+            block_size=block_size, entry_alignment=entry_alignment, cache_dtype=dtype, max_tokens=max_tokens
+        )
+        self.options = options
+        self.model_config = config.get_text_config(decoder=True) if config is not None else None
+        max_blocks = None if max_tokens is None else -(-max_tokens // block_size)
+        self.table = SequenceTable(block_size, max_blocks)
+        self._step: StepPlan | None = None
+        super().__init__(layers=self._build_layers())
+
+    def _new_layer(self, layer_idx: int) -> PagedMLALayer:
+        options = self.options
+        return PagedMLALayer(layer_idx, options.block_size, options.entry_alignment, options.cache_dtype)
+
+    def _build_layers(self) -> list:
+        if self.model_config is None:
+            return []
+        if getattr(self.model_config, "kv_lora_rank", None) is None:
+            raise ValueError(
+                f"config: {type(self.model_config).__name__} has no kv_lora_rank, so its model has no multi-head latent "
+                "attention; use transformers' DynamicCache"
+            )
+        layers = DynamicCache(config=self.model_config).layers
+        return [self._new_layer(i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(layers)]
+
+    @property
+    def mla_layers(self) -> list[PagedMLALayer]:
+        """The layers that hold latents."""
+        return [layer for layer in self.layers if isinstance(layer, PagedMLALayer)]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, or -1 before the first step."""
+        return self.table.batch_size
+
+    def begin_step(
+        self,
+        attention_mask: torch.Tensor | None,
+        batch_size: int,
+        num_new: int,
+        *,
+        max_absorbed: int = 0,
+        backend: str = "auto",
+    ) -> StepPlan:
+        """Plan one forward pass: book the new columns and decide how attention will read them.
+
+        Args:
+            attention_mask: What the model was given: None, [B, L] with 0 for masked columns, or a prepared mask of
+                another shape, which the stock path uses as it is.
+            batch_size: Rows of this pass.
+            num_new: New columns a row.
+            max_absorbed: Most new columns for which absorbed attention may be used; 0 forbids it.
+            backend: Kernels for absorbed attention.
+
+        Raises:
+            ValueError: A batch or a mask that doesn't fit what the cache holds. The cache is unchanged.
+            PoolExhausted: (a ValueError) `max_tokens` is reached. The cache is unchanged.
+        """
+        past = self.table.length
+        if self.table.batch_size not in (-1, batch_size):
+            raise ValueError(
+                f"batch: the cache holds {self.table.batch_size} rows and was given {batch_size}; use a new cache, "
+                "reset() it, or change its rows with batch_select_indices or batch_repeat_interleave"
+            )
+        plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
+        new_kept, as_stored = self._read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
+        extension = self.table.extend(new_kept, batch_size, num_new)
+        for layer in self.mla_layers:
+            layer.copy_blocks(extension.copies, self.table.allocator.num_blocks)
+        absorbed = as_stored and past > 0 and num_new <= max_absorbed
+        self._step = StepPlan(
+            extension=extension,
+            block_table=self.table.table,
+            history_slots=self.table.slots_of_columns() if past and not absorbed else None,
+            absorbed=absorbed,
+            num_blocks=self.table.allocator.num_blocks,
+            backend=backend,
+        )
+        return self._step
+
+    def _read_mask(
+        self, attention_mask: torch.Tensor | None, batch_size: int, num_new: int
+    ) -> tuple[torch.Tensor | None, bool]:
+        """(new columns that are kept, [B, q] on the host or None for all; whether the past is masked as it was stored)"""
+        past, kept = self.table.length, self.table.kept
+        if attention_mask is None:
+            if kept is not None:
+                raise ValueError(
+                    "attention_mask is None, but the cache left out tokens that an earlier mask had masked; "
+                    f"allowed: a mask of shape {(batch_size, past + num_new)}"
+                )
+            return None, True
+        if tuple(attention_mask.shape) != (batch_size, past + num_new):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; the cache holds {past} columns and {num_new} "
+                f"are new, so allowed: {(batch_size, past + num_new)}"
+            )
+        if kept is None and bool(attention_mask.all()):
+            return None, True
+        mask = attention_mask.to(torch.bool).cpu()
+        seen = torch.ones(batch_size, past, dtype=torch.bool) if kept is None else kept
+        if bool((mask[:, :past] & ~seen).any()):
+            raise ValueError(
+                "attention_mask unmasks earlier tokens that were masked when the cache saw them, so they were not "
+                "stored; allowed: a mask whose past stays masked, or a new cache"
+            )
+        return mask[:, past:], not bool((seen & ~mask[:, :past]).any())
+
+    def end_step(self, failed: bool) -> None:
+        """Close the pass that `begin_step` opened; a failed one is undone, so that it can be tried again."""
+        step, self._step = self._step, None
+        if step is None or not failed:
+            return
+        self.table.crop(step.extension.kv_lens.shape[1])
+        for layer in self.mla_layers:
+            layer.length = min(layer.length, self.table.length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new latents; return what attention should go on with.
+
+        Args:
+            key_states: kv_nope, the normed latents, [B, 1, q, R].
+            value_states: k_rot, the shared rope key, [B, 1, q, P].
+            layer_idx: The layer.
+
+        Returns:
+            The latents given (absorbed step, or nothing cached before), else the whole padded history,
+            [B, 1, L, R] and [B, 1, L, P].
+        """
+        if self.model_config is None:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self._new_layer(len(self.layers)))
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PagedMLALayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        layer.prepare(key_states, value_states)
+        step = self._step
+        if step is None or layer.length == self.table.length:
+            step = self.begin_step(None, key_states.shape[0], key_states.shape[2])
+        layer.write(key_states, value_states, step)
+        if step.history_slots is None:
+            return key_states, value_states
+        ckv, k_pe = layer.history(step)
+        return ckv.to(key_states.dtype), k_pe.to(value_states.dtype)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns of every row; 0 removes none.
+
+        Raises:
+            ValueError: A positive number, where the installed transformers no longer takes a final length.
+        """
+        count = compat.columns_to_crop(tokens_to_remove, self.table.length)
+        self.table.crop(count)
+        for layer in self.layers:
+            if isinstance(layer, PagedMLALayer):
+                layer.length = min(layer.length, self.table.length)
+            else:
+                layer.crop(-count)
+
+    def _select(self, indices: Sequence[int]) -> None:
+        if self.table.length:
+            self.table.select(indices)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i the former row `beam_idx[i]`, [B]; rows share blocks until one writes."""
+        self._select(beam_idx.tolist())
+        for layer in self.layers:
+            if not isinstance(layer, PagedMLALayer):
+                layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make `repeats` rows of each, next to each other, sharing blocks until one writes."""
+        self._select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
+        for layer in self.layers:
+            if not isinstance(layer, PagedMLALayer):
+                layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` ([n] int64, or [B] bool); blocks that nobody uses any more become free."""
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select([row + self.batch_size if row < 0 else row for row in rows.tolist()])
+        for layer in self.layers:
+            if not isinstance(layer, PagedMLALayer):
+                layer.batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forget all tokens. The pool keeps its memory, all blocks free."""
+        self._step = None
+        self.table.reset()
+        for layer in self.layers:
+            if isinstance(layer, PagedMLALayer):
+                layer.length = 0
+            else:
+                layer.reset()
+
+    def reserve_tokens(self, tokens_per_row: Sequence[int]) -> None:
+        """Have blocks ready for rows of these many stored tokens, so that the pages are made once and never copied.
+
+        Takes no more than `max_tokens` allows; whether that is enough is decided when tokens come.
+        """
+        allocator = self.table.allocator
+        needed = sum(-(-tokens // self.options.block_size) for tokens in tokens_per_row)
+        if allocator.max_blocks is not None:
+            needed = min(needed, allocator.max_blocks - len(allocator.users))
+        allocator.reserve(needed)
+
+    def memory_report(self) -> MemoryReport:
+        """Blocks, tokens and bytes, against what expanded keys and values would take."""
+        return MemoryReport.of(self.table, self.mla_layers, self.model_config)
+
+    def __repr__(self) -> str:
+        return f"PagedMLACache({report_line(self.memory_report())})"
+
+    def _repr_html_(self) -> str:
+        return report_html(self.memory_report())

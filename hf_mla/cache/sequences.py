@@ -1,0 +1,219 @@
+"""Which tokens of a batch are stored, and in which blocks: the host's book of a paged cache.
+
+    B rows, L padded columns seen so far (what masks and position ids speak), q new columns of a step
+    stored[b] <= L   tokens of row b that are stored: masked columns (pads) are not
+    kept  [B, L]     True where a column is stored; None while every column of every row is
+    table [B, M]     block ids of each row, row-major, int32, on the host
+
+Rows may share blocks (beams, several sequences of one prompt). A shared block is only read; who wants to write into it
+gets a copy first (copy-on-write). Full blocks are never written again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import BlockAllocator, PoolExhausted
+
+WILD = (
+    0  # what table columns beyond a row's blocks hold: the reserved block, so that even a faulty read stays in bounds
+)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What one step adds, on the host.
+
+    Args:
+        copies: (source, target) blocks to copy on every layer before anything is written.
+        kv_lens: [B, q] int32, stored tokens that each query sees, itself included if it is stored.
+        slot_mapping: [B * q] int64, block * block_size + offset for each new column, -1 where it is not stored.
+    """
+
+    copies: list[tuple[int, int]]
+    kv_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class SequenceTable:
+    """Rows of a batch and their blocks.
+
+    Args:
+        block_size: Tokens a block.
+        max_blocks: Blocks the pool may grow to, or None.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int | None = None):
+        self.block_size = block_size
+        self.allocator = BlockAllocator(block_size, max_blocks)
+        self.reset(release=False)
+
+    def reset(self, release: bool = True) -> None:
+        """Forget every row and free its blocks."""
+        if release:
+            for row in self.rows:
+                self.allocator.release(row)
+        self.rows: list[list[int]] = []
+        self.stored: list[int] = []
+        self.length = 0
+        self.kept: torch.Tensor | None = None
+        self._table = torch.full((0, 0), WILD, dtype=torch.int32)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, or -1 before the first step."""
+        return len(self.rows) if self.rows else -1
+
+    @property
+    def table(self) -> torch.Tensor:
+        """[B, M] int32 on the host, M the most blocks of a row (at least 1). Made anew only after a change."""
+        width = max([1, *map(len, self.rows)])
+        if self._table.shape != (len(self.rows), width):
+            rows = [row + [WILD] * (width - len(row)) for row in self.rows]
+            self._table = torch.tensor(rows, dtype=torch.int32).view(len(self.rows), width)
+        return self._table
+
+    def extend(self, new_kept: torch.Tensor | None, batch_size: int, num_new: int) -> Extension:
+        """Append `num_new` columns to every row, of which those marked in `new_kept` [B, q] (host, bool) are stored.
+
+        Either everything is appended or, where the pool is exhausted, nothing is changed.
+
+        Raises:
+            PoolExhausted: The blocks that are needed can't be had.
+        """
+        fresh = not self.rows
+        if fresh:
+            self.rows, self.stored = [[] for _ in range(batch_size)], [0] * batch_size
+        if new_kept is None or bool(new_kept.all()):
+            new_kept = None
+            counts = [num_new] * batch_size
+        else:
+            counts = new_kept.sum(1).tolist()
+        writers = self._shared_writers(counts)
+        needed = [-(-(self.stored[b] + counts[b]) // self.block_size) - len(self.rows[b]) for b in range(batch_size)]
+        try:
+            self.allocator.reserve(sum(needed) + len(writers))
+        except PoolExhausted:
+            if fresh:
+                self.reset()
+            raise
+
+        copies = [(self.rows[b][-1], self._replace_last(b)) for b in writers]
+        for b, count in enumerate(needed):
+            if count:
+                self._append(b, self.allocator.allocate(count))
+        extension = self._locate(new_kept, counts, num_new, copies)
+        self.stored = [before + count for before, count in zip(self.stored, counts, strict=True)]
+        self._remember(new_kept, batch_size, num_new)
+        return extension
+
+    def _shared_writers(self, counts: Sequence[int]) -> list[int]:
+        """Rows that are about to write into a partly filled block which another row keeps using."""
+        users: dict[int, int] = {}
+        writers = []
+        for b, count in enumerate(counts):
+            if not count or self.stored[b] % self.block_size == 0:
+                continue
+            last = self.rows[b][-1]
+            left = users.setdefault(last, self.allocator.users[last])
+            if left > 1:
+                users[last] = left - 1
+                writers.append(b)
+        return writers
+
+    def _replace_last(self, b: int) -> int:
+        old, (new,) = self.rows[b][-1], self.allocator.allocate(1)
+        self.allocator.release([old])
+        self.rows[b][-1] = new
+        if len(self.rows[b]) <= self._table.shape[1]:
+            self._table[b, len(self.rows[b]) - 1] = new
+        return new
+
+    def _append(self, b: int, blocks: list[int]) -> None:
+        start = len(self.rows[b])
+        self.rows[b].extend(blocks)
+        if self._table.shape[0] == len(self.rows) and start + len(blocks) <= self._table.shape[1]:
+            self._table[b, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+
+    def _locate(
+        self, new_kept: torch.Tensor | None, counts: Sequence[int], num_new: int, copies: list[tuple[int, int]]
+    ) -> Extension:
+        before = torch.tensor(self.stored, dtype=torch.int64)[:, None]
+        ordinal = torch.arange(1, num_new + 1).expand(len(counts), -1) if new_kept is None else new_kept.cumsum(1)
+        kv_lens = before + ordinal
+        position = kv_lens - 1
+        block = self.table.gather(1, (position // self.block_size).clamp_(min=0)).to(torch.int64)
+        slots = block * self.block_size + position % self.block_size
+        if new_kept is not None:
+            slots = slots.masked_fill(~new_kept, -1)
+        return Extension(copies, kv_lens.to(torch.int32), slots.reshape(-1))
+
+    def _remember(self, new_kept: torch.Tensor | None, batch_size: int, num_new: int) -> None:
+        if new_kept is not None or self.kept is not None:
+            past = torch.ones(batch_size, self.length, dtype=torch.bool) if self.kept is None else self.kept
+            new = torch.ones(batch_size, num_new, dtype=torch.bool) if new_kept is None else new_kept
+            self.kept = torch.cat([past, new], dim=1)
+        self.length += num_new
+
+    def slots_of_columns(self) -> torch.Tensor:
+        """[B, L] int64 on the host: the slot of each padded column, -1 where it isn't stored."""
+        batch_size = len(self.rows)
+        kept = torch.ones(batch_size, self.length, dtype=torch.bool) if self.kept is None else self.kept
+        position = (kept.cumsum(1) - 1).clamp_(min=0)
+        block = self.table.gather(1, position // self.block_size).to(torch.int64)
+        return (block * self.block_size + position % self.block_size).masked_fill(~kept, -1)
+
+    def crop(self, num_columns: int) -> None:
+        """Remove the last `num_columns` padded columns (0 to L) and free the blocks that become empty."""
+        self.length -= num_columns
+        if self.kept is None:
+            self.stored = [self.length] * len(self.rows)
+        else:
+            self.kept = self.kept[:, : self.length]
+            self.stored = self.kept.sum(1).tolist()
+            self.kept = None if bool(self.kept.all()) else self.kept
+        for row, stored in zip(self.rows, self.stored, strict=True):
+            blocks = -(-stored // self.block_size)
+            self.allocator.release(row[blocks:])
+            del row[blocks:]
+        self._invalidate()
+        if not self.length:
+            self.reset()
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row i the former row `indices[i]`; rows may be repeated (they then share blocks) or left out.
+
+        Raises:
+            ValueError: An index that isn't a row.
+        """
+        for index in indices:
+            if not 0 <= index < len(self.rows):
+                raise ValueError(f"indices: {index} is not a row of the cache; allowed: 0 to {len(self.rows) - 1}")
+        old = self.rows
+        self.rows = [list(old[i]) for i in indices]
+        for row in self.rows:
+            self.allocator.retain(row)
+        for row in old:
+            self.allocator.release(row)
+        self.stored = [self.stored[i] for i in indices]
+        if self.kept is not None:
+            self.kept = self.kept[torch.tensor(list(indices), dtype=torch.int64)]
+        self._invalidate()
+
+    def _invalidate(self) -> None:
+        self._table = torch.full((0, 0), WILD, dtype=torch.int32)
+
+    def check(self) -> None:
+        """Raise AssertionError if blocks, users, lengths and the remembered mask disagree."""
+        self.allocator.check()
+        users: dict[int, int] = {}
+        for row, stored in zip(self.rows, self.stored, strict=True):
+            assert len(row) == -(-stored // self.block_size), "a row has more or fewer blocks than its tokens need"
+            for block in row:
+                users[block] = users.get(block, 0) + 1
+        assert users == self.allocator.users, "the reference counts aren't the rows' uses"
+        if self.kept is not None:
+            assert self.kept.shape == (len(self.rows), self.length) and self.kept.sum(1).tolist() == self.stored
+        for b, row in enumerate(self.rows):
+            assert self.table[b, : len(row)].tolist() == row, "the table isn't the rows"

@@ -1,0 +1,87 @@
+"""One forward pass over a paged cache, planned once and read by every layer.
+
+B rows, q new columns a row, L padded columns including the new ones, M table columns
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import kernels
+from .layout import EntryLayout
+from .sequences import Extension
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step's index tensors on one device.
+
+    Args:
+        block_table: [B, M] int32.
+        kv_lens: [B, q] int32, stored tokens each query sees.
+        slot_mapping: [B * q] int64, -1 where a column isn't stored.
+    """
+
+    block_table: torch.Tensor
+    kv_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass
+class StepPlan:
+    """What all layers of one forward pass share.
+
+    Args:
+        extension: The new columns (host tensors).
+        block_table: [B, M] int32 on the host.
+        history_slots: [B, L] int64 on the host, the slot of every padded column, where the step needs the history
+            expanded; None where it doesn't (no history yet, or absorbed).
+        absorbed: Attention reads the pages with absorbed weights; latents are passed on unexpanded.
+        num_blocks: Blocks each layer's pages must have.
+        backend: Kernels asked for.
+    """
+
+    extension: Extension
+    block_table: torch.Tensor
+    history_slots: torch.Tensor | None
+    absorbed: bool
+    num_blocks: int
+    backend: str
+    _devices: dict[torch.device, DeviceStep] = field(default_factory=dict)
+    _history: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    _decode: dict[tuple[EntryLayout, int, torch.device], kernels.DecodePlan] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> DeviceStep:
+        """The step's tensors on `device`, copied there at the first call."""
+        if device not in self._devices:
+            self._devices[device] = DeviceStep(
+                self.block_table.to(device, non_blocking=True),
+                self.extension.kv_lens.to(device, non_blocking=True),
+                self.extension.slot_mapping.to(device, non_blocking=True),
+            )
+        return self._devices[device]
+
+    def history_on(self, device: torch.device) -> torch.Tensor:
+        """`history_slots` on `device`."""
+        if device not in self._history:
+            assert self.history_slots is not None
+            self._history[device] = self.history_slots.to(device, non_blocking=True)
+        return self._history[device]
+
+    def decode_plan(self, layout: EntryLayout, num_heads: int, device: torch.device) -> kernels.DecodePlan:
+        """The kernels' plan for layers of this geometry on this device, made at the first call."""
+        key = (layout, num_heads, device)
+        if key not in self._decode:
+            tensors = self.on(device)
+            self._decode[key] = kernels.plan(
+                tensors.block_table,
+                tensors.kv_lens,
+                kv_lens_host=self.extension.kv_lens,
+                num_heads=num_heads,
+                kv_lora_rank=layout.kv_lora_rank,
+                qk_rope_head_dim=layout.qk_rope_head_dim,
+                block_size=layout.block_size,
+                dtype=layout.dtype,
+                backend=self.backend,
+            )
+        return self._decode[key]

@@ -1,0 +1,47 @@
+"""All that differs between the supported transformers versions, in one place."""
+
+import inspect
+
+import transformers
+from packaging.version import Version
+from torch import nn
+
+OLDEST, NEWEST = "5.15.0", "5.24"  # oldest and newest (minor) version the tests run on
+VERSION = Version(transformers.__version__)
+
+# 5.24 renamed the forward's argument and the output's attribute `past_key_values` to `cache`.
+CACHE_NAME = "cache" if VERSION >= Version("5.24") else "past_key_values"
+
+
+def check_version() -> None:
+    """Refuse a transformers that keeps expanded keys in its caches (before 5.15).
+
+    Raises:
+        ImportError: naming the installed version and what is supported.
+    """
+    if VERSION < Version(OLDEST):
+        raise ImportError(f"hf_mla needs transformers >= {OLDEST}; {transformers.__version__} is installed")
+
+
+def columns_to_crop(tokens_to_remove: int, length: int) -> int:
+    """How many of `length` columns `Cache.crop(tokens_to_remove)` removes.
+
+    Up to 5.19 a positive number was the final length; later versions raise.
+    """
+    if tokens_to_remove <= 0:
+        return min(-tokens_to_remove, length)
+    if VERSION >= Version("5.20"):
+        raise ValueError(
+            f"tokens_to_remove is {tokens_to_remove}; allowed: 0 or a negative number, of columns to remove from the end"
+        )
+    return max(length - tokens_to_remove, 0)
+
+
+def bind_forward(module: nn.Module, args: tuple, kwargs: dict) -> dict:
+    """The arguments of a call of `module` by name, its cache under "cache" whatever its version calls it."""
+    named = kwargs
+    if args:
+        names = [name for name in inspect.signature(inspect.unwrap(type(module).forward)).parameters if name != "self"]
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = named.get("cache")
+    return {**named, "cache": named.get("past_key_values") if cache is None else cache}

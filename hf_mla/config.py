@@ -1,0 +1,74 @@
+"""Settings of a patched model, and the only place that reads environment variables."""
+
+import os
+from dataclasses import dataclass, fields
+
+import torch
+
+ENVIRONMENT: dict[str, str] = {
+    "HF_MLA_BACKEND": "kernel backend when none is given to patch(): auto, reference, triton or flashinfer",
+    "HF_MLA_DISABLE": "1 makes patch() leave models on stock transformers code, to compare with it",
+}
+
+BACKENDS = ("auto", "reference", "triton", "flashinfer")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """How a patched model keeps and reads its latents.
+
+    Args:
+        backend: Kernels that read the pages: "auto" (the fastest measured one that can run here), "reference" (plain
+            torch), "triton" or "flashinfer". A backend asked for by name raises where it can't run; it never falls back.
+        block_size: Tokens a block of the cache holds; one of 16, 32, 64, 128, 256.
+        entry_alignment: Bytes that one token's entry (latent and rope part) is padded to a multiple of; a power of two
+            from 16 (packed, for the usual sizes) to 4096. 256 turns DeepSeek's 576 bf16 values into 640.
+        cache_dtype: Type in which latents are stored; None keeps the model's own.
+        max_tokens: Tokens the pool of one cache may hold over all rows, or None to grow as needed.
+        enabled: False leaves the model on stock code, and `cache_implementation="paged_mla"` makes a DynamicCache.
+
+    Raises:
+        ValueError: A value that isn't allowed; the message names the argument and what is.
+    """
+
+    backend: str = "auto"
+    block_size: int = 64
+    entry_alignment: int = 16
+    cache_dtype: torch.dtype | None = None
+    max_tokens: int | None = None
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}; allowed: {', '.join(BACKENDS)}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {self.block_size!r}; allowed: {', '.join(map(str, BLOCK_SIZES))} tokens")
+        alignment = self.entry_alignment
+        if not isinstance(alignment, int) or not 16 <= alignment <= 4096 or alignment & (alignment - 1):
+            raise ValueError(f"entry_alignment is {alignment!r}; allowed: a power of two from 16 to 4096 bytes")
+        if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
+            raise ValueError(
+                f"cache_dtype is {self.cache_dtype!r}; allowed: None, {', '.join(map(str, CACHE_DTYPES))}"
+            )
+        if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
+            raise ValueError(f"max_tokens is {self.max_tokens!r}; allowed: None or a whole number of tokens above 0")
+
+    @classmethod
+    def from_options(cls, **options: object) -> "MLAConfig":
+        """Build from keyword options; what isn't given comes from the environment, then from the defaults.
+
+        Raises:
+            ValueError: An unknown option, a value that isn't allowed, or an environment variable that can't be read.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ValueError(f"unknown option {name!r}; allowed: {', '.join(known)}")
+        values: dict[str, object] = {"backend": os.environ.get("HF_MLA_BACKEND") or "auto"}
+        disable = os.environ.get("HF_MLA_DISABLE") or "0"
+        if disable not in ("0", "1"):
+            raise ValueError(f"environment variable HF_MLA_DISABLE is {disable!r}; allowed: 0, 1")
+        values["enabled"] = disable == "0"
+        return cls(**{**values, **options})  # type: ignore[arg-type]

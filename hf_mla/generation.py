@@ -1,0 +1,80 @@
+"""`cache_implementation="paged_mla"` in transformers' generate.
+
+generate checks the name against a tuple and makes the cache in `_prepare_cache_for_generation`, where a name that it
+doesn't know silently becomes a DynamicCache. So importing this package adds the name to the tuple and wraps that one
+method for it: every other name goes straight through, and a model that isn't patched is refused.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationMixin
+from transformers.generation import configuration_utils
+
+from . import compat
+from .cache import PagedMLACache
+from .patch import find_bindings
+
+CACHE_IMPLEMENTATION = "paged_mla"
+
+# New tokens a row for which memory is taken ahead; longer generations grow from there.
+MAX_RESERVED_NEW_TOKENS = 4096
+
+
+def _make_cache(model: Any, model_kwargs: dict, batch_size: int, max_length: int, expand: int) -> PagedMLACache:
+    bindings = find_bindings(model)
+    if not bindings:
+        raise ValueError(
+            f'cache_implementation="{CACHE_IMPLEMENTATION}" needs a patched model, and {type(model).__name__} is not; '
+            "call hf_mla.patch(model) first"
+        )
+    options = bindings[0][1].config
+    config = model.config.get_text_config(decoder=True)
+    if not options.enabled:
+        return DynamicCache(config=config)
+    cache = PagedMLACache(
+        config,
+        block_size=options.block_size,
+        entry_alignment=options.entry_alignment,
+        dtype=options.cache_dtype,
+        max_tokens=options.max_tokens,
+    )
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        columns, kept = mask.shape[1], mask.sum(1).tolist()
+        new = min(max(max_length - columns, 0), MAX_RESERVED_NEW_TOKENS)
+        cache.reserve_tokens([int(tokens) + new for tokens in kept for _ in range(expand)])
+    return cache
+
+
+def _wrap(original: Any) -> Any:
+    @functools.wraps(original)
+    def prepare(
+        self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_length: int
+    ) -> Any:
+        if generation_config.cache_implementation != CACHE_IMPLEMENTATION or not generation_config.use_cache:
+            if generation_config.cache_implementation == CACHE_IMPLEMENTATION:
+                generation_config.cache_implementation = None
+            return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_length)
+        if model_kwargs.get(compat.CACHE_NAME) is None:
+            expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            cache = _make_cache(self, model_kwargs, batch_size, max_length, expand)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+            model_kwargs[compat.CACHE_NAME] = cache
+            # An assistant model is given this very config, and must not be asked for a paged cache it can't have.
+            generation_config.cache_implementation = None
+            return None
+        return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_length)
+
+    return prepare
+
+
+def install() -> None:
+    """Teach generate the name; done once, at import."""
+    names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    if CACHE_IMPLEMENTATION in names:
+        return
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*names, CACHE_IMPLEMENTATION)
+    GenerationMixin._prepare_cache_for_generation = _wrap(GenerationMixin._prepare_cache_for_generation)

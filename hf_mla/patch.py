@@ -1,0 +1,252 @@
+"""Put the seam on a loaded model, and take it off again.
+
+`patch` touches instances only: one attribute (`expand_kv`) and the config reference of each attention module, and two
+hooks on the decoder. Weights, state_dict, the model's config and its class stay as they are.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from . import compat, kernels
+from .attention import AttentionConfig, LatentsOrKV, PatchKey, StepHooks
+from .config import MLAConfig
+from .families import SERVED
+
+logger: logging.Logger = transformers_logging.get_logger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+
+ATTRIBUTES = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "layer_idx", "config")
+# What a forward must call for the seam to hold: the cache, the expansion, and the attention registry, in this order.
+CALLS = ("update", "expand_kv", "get_interface")
+
+
+Attentions = list[tuple[str, nn.Module]]
+
+
+@dataclass
+class Binding:
+    """What a patch put on one decoder; lies there as `_hf_mla`.
+
+    Args:
+        attentions: Name (from the decoder) and module of each patched attention.
+        config: The settings.
+        handles: To remove the decoder's hooks with.
+    """
+
+    attentions: Attentions
+    config: MLAConfig
+    handles: list[Any] = field(default_factory=list)
+
+
+def find_bindings(model: nn.Module) -> list[tuple[nn.Module, Binding]]:
+    """The patched decoders in `model`, each with its binding."""
+    return [(module, module.__dict__["_hf_mla"]) for module in model.modules() if "_hf_mla" in module.__dict__]
+
+
+def find_attentions(model: nn.Module) -> Attentions:
+    """(name, module) of everything in `model` that projects keys and values from a latent, whatever its class is called.
+
+    A projection alone isn't enough to be served: see `_unfit`.
+    """
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "kv_b_proj")]
+
+
+def _unfit(name: str, module: nn.Module) -> str | None:
+    """Why an attention module can't be patched, or None."""
+    kind = f"{name} ({type(module).__module__}.{type(module).__name__})"
+    missing = [attribute for attribute in ATTRIBUTES if not hasattr(module, attribute)]
+    if missing:
+        return f"{kind} has no {', '.join(missing)}"
+    if not callable(getattr(module, "expand_kv", None)):
+        return f"{kind} has no expand_kv method, as transformers >= {compat.OLDEST} has for its own MLA classes"
+    called = inspect.unwrap(type(module).forward).__code__.co_names
+    absent = [call for call in CALLS if call not in called]
+    if absent:
+        return f"the forward of {kind} doesn't call {', '.join(absent)}, so it isn't the one this package knows"
+    return None
+
+
+def _decoder_of(model: nn.Module, name: str) -> tuple[str, nn.Module]:
+    """The nearest transformers model around the module `name`: it takes the 2D mask, the positions and the cache."""
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        prefix = ".".join(parts[:depth])
+        module = model.get_submodule(prefix)
+        if isinstance(module, PreTrainedModel):
+            return prefix, module
+    raise ValueError(f"model: {name} isn't inside a transformers PreTrainedModel, so there is no decoder to hook")
+
+
+def _survey(model: nn.Module) -> list[tuple[nn.Module, Attentions]]:
+    """Each decoder and its attentions; raises where the model can't be served."""
+    found = find_attentions(model)
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} has no module with a kv_b_proj, so no multi-head latent attention to patch; "
+            f"served families: {', '.join(SERVED)}"
+        )
+    decoders: dict[str, tuple[nn.Module, Attentions]] = {}
+    for name, module in found:
+        reason = _unfit(name, module)
+        if reason:
+            raise ValueError(f"model: {type(model).__name__} can't be patched: {reason}")
+        prefix, decoder = _decoder_of(model, name)
+        decoders.setdefault(prefix, (decoder, []))[1].append((name[len(prefix) :].lstrip("."), module))
+    for decoder, _ in decoders.values():
+        family = decoder.config.model_type
+        if family not in SERVED:
+            raise ValueError(
+                f"model: family {family!r} ({type(decoder).__name__}) isn't served; served: {', '.join(SERVED)}"
+            )
+    return list(decoders.values())
+
+
+def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None:
+    decoder.__dict__["_hf_mla"] = binding = Binding(attentions, config)
+    if not config.enabled:
+        return
+    key = PatchKey()
+    for _, module in attentions:
+        module.__dict__["expand_kv"] = LatentsOrKV(key, module, module.__dict__.get("expand_kv"))
+        module.config = AttentionConfig(key, module.config)
+    hooks = StepHooks(key, config)
+    binding.handles = [
+        decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
+        decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True),
+    ]
+
+
+def _unbind(decoder: nn.Module, binding: Binding) -> None:
+    for handle in binding.handles:
+        handle.remove()
+    for _, module in binding.attentions:
+        ours = module.__dict__.get("expand_kv")
+        if isinstance(ours, LatentsOrKV):
+            del module.__dict__["expand_kv"]
+            if ours.replaced is not None:
+                module.__dict__["expand_kv"] = ours.replaced
+        if isinstance(module.config, AttentionConfig):
+            module.config = module.config.original
+    decoder.__dict__.pop("_hf_mla", None)
+
+
+def patch(model: Model, **options: Any) -> Model:
+    """Let `model` decode from a paged cache of latents.
+
+    Afterwards `model.generate(..., cache_implementation="paged_mla")` makes a PagedMLACache, and one can be passed as
+    `past_key_values`. Without one, the model runs stock code. Patching again with the same options does nothing, with
+    others changes them.
+
+    Args:
+        model: A loaded transformers model (or a wrapper around one, such as PEFT's) of a served family.
+        **options: Fields of `MLAConfig`: backend, block_size, entry_alignment, cache_dtype, max_tokens, enabled.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: A model that can't be served, with the module and the reason; an unknown option or a value that isn't
+            allowed; a backend that can't run here. The model is as it was.
+    """
+    config = MLAConfig.from_options(**options)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; allowed: a loaded transformers model")
+    decoders = _survey(model)
+    before = find_bindings(model)
+    if len(before) == len(decoders) and all(binding.config == config for _, binding in before):
+        return model
+    _check_backend(config)
+    unpatch(model)
+    try:
+        for decoder, attentions in decoders:
+            _bind(decoder, attentions, config)
+    except BaseException:
+        _restore(model, before)
+        raise
+    for decoder, attentions in decoders:
+        logger.info(
+            f"hf_mla: {len(attentions)} {type(attentions[0][1]).__name__} of {type(decoder).__name__} "
+            f"{'patched' if config.enabled else 'left on stock code'} ({config})"
+        )
+    return model
+
+
+def _restore(model: nn.Module, before: list[tuple[nn.Module, Binding]]) -> None:
+    unpatch(model)
+    for decoder, binding in before:
+        _bind(decoder, binding.attentions, binding.config)
+
+
+def _check_backend(config: MLAConfig) -> None:
+    """Raise now, not at the first token, where a backend asked for by name is missing."""
+    if config.backend == "auto" or not config.enabled:
+        return
+    reason = kernels.available_backends().get(config.backend)
+    if reason is not None:
+        raise ValueError(f"backend {config.backend!r} can't run here: {reason}")
+
+
+def unpatch(model: Model) -> Model:
+    """Take the patch off; a model without one is left alone. Returns the same object."""
+    for decoder, binding in find_bindings(model):
+        _unbind(decoder, binding)
+    return model
+
+
+@contextmanager
+def patched(model: Model, **options: Any) -> Iterator[Model]:
+    """Patch within a `with` block, then restore what was there: stock code, or an earlier patch's options."""
+    before = find_bindings(model)
+    patch(model, **options)
+    try:
+        yield model
+    finally:
+        _restore(model, before)
+
+
+_from_pretrained: Any = None  # the classmethod object that enable() replaced
+
+
+def enable(**options: Any) -> None:
+    """Patch every MLA model that `from_pretrained` loads from now on, until `disable()`.
+
+    Other models load as ever. An MLA model that can't be served loads unpatched, with a warning that gives the reason.
+
+    Raises:
+        ValueError: An unknown option or a value that isn't allowed.
+    """
+    global _from_pretrained
+    MLAConfig.from_options(**options)
+    disable()
+    original = PreTrainedModel.__dict__["from_pretrained"]
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        loaded = original.__func__(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True returns a pair
+        if find_attentions(model):
+            try:
+                patch(model, **options)
+            except ValueError as error:
+                logger.warning(f"hf_mla: loaded without the patch: {error}")
+        return loaded
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    _from_pretrained = original
+
+
+def disable() -> None:
+    """Undo `enable()`; models already loaded keep their patch."""
+    global _from_pretrained
+    if _from_pretrained is not None:
+        PreTrainedModel.from_pretrained = _from_pretrained
+        _from_pretrained = None
