@@ -1,4 +1,4 @@
-"""Absorbed projections: attention in the latent space, without expanding keys and values (DeepSeek-V2, arXiv 2405.04434).
+"""Absorbed projections (DeepSeek-V2, arXiv 2405.04434): attention on latents, without expanding keys and values.
 
     q_nope [B, S, H, nope] -> q_latent [B, S, H, R]      with W_UK [H, nope, R]
     o_latent [B, S, H, R]  -> out [B, S, H, v]           with W_UV [H, v, R]
@@ -28,14 +28,14 @@ def _dense_weight(linear: nn.Module, rank: int, like: torch.Tensor) -> tuple[tor
     A Linear that is quantised, adapted, offloaded or hooked is asked what it does to the identity, at every call: that
     can't go stale, whatever is loaded, merged or switched in the meantime.
     """
-    weight = getattr(linear, "weight", None)
+    weight, plain_bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
     plain = type(linear) is nn.Linear and type(weight) in (nn.Parameter, torch.Tensor)
     hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
     if plain and not hooked and weight is not None and weight.dtype == like.dtype and weight.device == like.device:
-        return weight, linear.bias
+        return weight, plain_bias
     identity = torch.eye(rank, dtype=like.dtype, device=like.device)
     bias = None
-    if getattr(linear, "bias", None) is not None:
+    if plain_bias is not None:
         bias = linear(identity.new_zeros(1, rank))[0]
     columns = linear(identity)
     return (columns if bias is None else columns - bias).t(), bias

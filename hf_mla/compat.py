@@ -32,7 +32,8 @@ def columns_to_crop(tokens_to_remove: int, length: int) -> int:
         return min(-tokens_to_remove, length)
     if VERSION >= Version("5.20"):
         raise ValueError(
-            f"tokens_to_remove is {tokens_to_remove}; allowed: 0 or a negative number, of columns to remove from the end"
+            f"tokens_to_remove is {tokens_to_remove}; allowed: 0 or a negative number, of columns to remove from "
+            "the end"
         )
     return max(length - tokens_to_remove, 0)
 

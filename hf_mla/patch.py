@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ def find_bindings(model: nn.Module) -> list[tuple[nn.Module, Binding]]:
 
 
 def find_attentions(model: nn.Module) -> Attentions:
-    """(name, module) of everything in `model` that projects keys and values from a latent, whatever its class is called.
+    """(name, module) of all in `model` that projects keys and values from a latent, whatever its class is called.
 
     A projection alone isn't enough to be served: see `_unfit`.
     """
@@ -91,8 +91,8 @@ def _survey(model: nn.Module) -> list[tuple[nn.Module, Attentions]]:
     found = find_attentions(model)
     if not found:
         raise ValueError(
-            f"model: {type(model).__name__} has no module with a kv_b_proj, so no multi-head latent attention to patch; "
-            f"served families: {', '.join(SERVED)}"
+            f"model: {type(model).__name__} has no module with a kv_b_proj, so no multi-head latent attention to "
+            f"patch; served families: {', '.join(SERVED)}"
         )
     decoders: dict[str, tuple[nn.Module, Attentions]] = {}
     for name, module in found:
@@ -102,7 +102,7 @@ def _survey(model: nn.Module) -> list[tuple[nn.Module, Attentions]]:
         prefix, decoder = _decoder_of(model, name)
         decoders.setdefault(prefix, (decoder, []))[1].append((name[len(prefix) :].lstrip("."), module))
     for decoder, _ in decoders.values():
-        family = decoder.config.model_type
+        family = cast(Any, decoder.config).model_type
         if family not in SERVED:
             raise ValueError(
                 f"model: family {family!r} ({type(decoder).__name__}) isn't served; served: {', '.join(SERVED)}"
@@ -117,7 +117,7 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
     key = PatchKey()
     for _, module in attentions:
         module.__dict__["expand_kv"] = LatentsOrKV(key, module, module.__dict__.get("expand_kv"))
-        module.config = AttentionConfig(key, module.config)
+        cast(Any, module).config = AttentionConfig(key, module.config)
     hooks = StepHooks(key, config)
     binding.handles = [
         decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
@@ -154,8 +154,8 @@ def patch(model: Model, **options: Any) -> Model:
         The same object.
 
     Raises:
-        ValueError: A model that can't be served, with the module and the reason; an unknown option or a value that isn't
-            allowed; a backend that can't run here. The model is as it was.
+        ValueError: A model that can't be served, with the module and the reason; an unknown option or a value that
+            isn't allowed; a backend that can't run here. The model is as it was.
     """
     config = MLAConfig.from_options(**options)
     if not isinstance(model, nn.Module):

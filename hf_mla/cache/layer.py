@@ -46,8 +46,8 @@ class PagedMLALayer(CacheLayerMixin):
         for name, tensor in (("kv_nope", key_states), ("k_rot", value_states)):
             if tensor.ndim != 4 or tensor.shape[1] != 1:
                 raise ValueError(
-                    f"{name} of layer {self.layer_idx} has shape {tuple(tensor.shape)}; a PagedMLACache holds latents, "
-                    "[batch, 1, tokens, values]: it serves models with multi-head latent attention only"
+                    f"{name} of layer {self.layer_idx} has shape {tuple(tensor.shape)}; a PagedMLACache holds "
+                    "latents, [batch, 1, tokens, values]: it serves models with multi-head latent attention only"
                 )
         self.layout = EntryLayout(
             kv_lora_rank=key_states.shape[-1],
@@ -72,8 +72,8 @@ class PagedMLALayer(CacheLayerMixin):
         got, held = (ckv.shape[-1], k_pe.shape[-1]), (self.layout.kv_lora_rank, self.layout.qk_rope_head_dim)
         if got != held or ckv.ndim != 4:
             raise ValueError(
-                f"cache: layer {self.layer_idx} holds latents of kv_lora_rank {held[0]} and qk_rope_head_dim {held[1]}, "
-                f"and was given {got[0]} and {got[1]}; use one cache per model"
+                f"cache: layer {self.layer_idx} holds latents of kv_lora_rank {held[0]} and qk_rope_head_dim "
+                f"{held[1]}, and was given {got[0]} and {got[1]}; use one cache per model"
             )
         if self.dtype is None and ckv.dtype != self.layout.dtype or ckv.device != self.device:
             raise ValueError(
@@ -82,7 +82,7 @@ class PagedMLALayer(CacheLayerMixin):
             )
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for `num_blocks` blocks, keeping what is stored. One layer at a time, so the peak is one layer's."""
+        """Make room for `num_blocks` blocks, keeping what is stored; a layer at a time, so the peak is one layer's."""
         assert self.layout is not None and self.pages is not None
         if self.pages.shape[0] >= num_blocks:
             return

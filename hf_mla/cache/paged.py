@@ -70,8 +70,8 @@ class PagedMLACache(Cache):
             return []
         if getattr(self.model_config, "kv_lora_rank", None) is None:
             raise ValueError(
-                f"config: {type(self.model_config).__name__} has no kv_lora_rank, so its model has no multi-head latent "
-                "attention; use transformers' DynamicCache"
+                f"config: {type(self.model_config).__name__} has no kv_lora_rank, so its model has no multi-head "
+                "latent attention; use transformers' DynamicCache"
             )
         layers = DynamicCache(config=self.model_config).layers
         return [self._new_layer(i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(layers)]
@@ -134,7 +134,7 @@ class PagedMLACache(Cache):
     def _read_mask(
         self, attention_mask: torch.Tensor | None, batch_size: int, num_new: int
     ) -> tuple[torch.Tensor | None, bool]:
-        """(new columns that are kept, [B, q] on the host or None for all; whether the past is masked as it was stored)"""
+        """(new columns to keep, [B, q] on the host or None for all; whether the past is masked as it was stored)"""
         past, kept = self.table.length, self.table.kept
         if attention_mask is None:
             if kept is not None:
@@ -145,8 +145,8 @@ class PagedMLACache(Cache):
             return None, True
         if tuple(attention_mask.shape) != (batch_size, past + num_new):
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; the cache holds {past} columns and {num_new} "
-                f"are new, so allowed: {(batch_size, past + num_new)}"
+                f"attention_mask has shape {tuple(attention_mask.shape)}; the cache holds {past} columns and "
+                f"{num_new} are new, so allowed: {(batch_size, past + num_new)}"
             )
         if kept is None and bool(attention_mask.all()):
             return None, True

@@ -16,9 +16,8 @@ import torch
 
 from .blocks import BlockAllocator, PoolExhausted
 
-WILD = (
-    0  # what table columns beyond a row's blocks hold: the reserved block, so that even a faulty read stays in bounds
-)
+# What table columns beyond a row's blocks hold: the reserved block, so that even a faulty read stays in bounds.
+WILD = 0
 
 
 @dataclass(frozen=True)
