@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from . import compat, kernels
-from .attention import AttentionConfig, LatentsOrKV, PatchKey, StepHooks
+from .attention import AttentionConfig, ConfigView, ExpertsConfig, LatentsOrKV, PatchKey, StepHooks
 from .config import MLAConfig
 from .families import SERVED
 
@@ -38,11 +38,13 @@ class Binding:
 
     Args:
         attentions: Name (from the decoder) and module of each patched attention.
+        experts: Modules that hold a mixture's experts and choose their products by name.
         config: The settings.
         handles: To remove the decoder's hooks with.
     """
 
     attentions: Attentions
+    experts: list[nn.Module]
     config: MLAConfig
     handles: list[Any] = field(default_factory=list)
 
@@ -111,13 +113,19 @@ def _survey(model: nn.Module) -> list[tuple[nn.Module, Attentions]]:
 
 
 def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None:
-    decoder.__dict__["_hf_mla"] = binding = Binding(attentions, config)
+    # What transformers' `use_experts_implementation` decorator leaves on a module that it dispatches.
+    experts = [
+        module for module in decoder.modules() if hasattr(module, "_apply_gate") and hasattr(module, "has_gate")
+    ]
+    decoder.__dict__["_hf_mla"] = binding = Binding(attentions, experts, config)
     if not config.enabled:
         return
     key = PatchKey()
     for _, module in attentions:
         module.__dict__["expand_kv"] = LatentsOrKV(key, module, module.__dict__.get("expand_kv"))
         cast(Any, module).config = AttentionConfig(key, module.config)
+    for experts_module in experts:
+        cast(Any, experts_module).config = ExpertsConfig(key, experts_module.config)
     hooks = StepHooks(key, config)
     binding.handles = [
         decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
@@ -134,7 +142,8 @@ def _unbind(decoder: nn.Module, binding: Binding) -> None:
             del module.__dict__["expand_kv"]
             if ours.replaced is not None:
                 module.__dict__["expand_kv"] = ours.replaced
-        if isinstance(module.config, AttentionConfig):
+    for module in [*(module for _, module in binding.attentions), *binding.experts]:
+        if isinstance(module.config, ConfigView):
             module.config = module.config.original
     decoder.__dict__.pop("_hf_mla", None)
 
