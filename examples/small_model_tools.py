@@ -1,0 +1,118 @@
+"""What training the small model needs beside its data: load balance, dropout, mixed precision, safe kernels.
+
+Shape legend: N rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, dropout
+from transformers import DeepseekV2ForCausalLM
+
+
+@dataclass
+class Routing:
+    """What the routers did in the last forward: the loss that evens the load out, and the load of each expert."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    loads: list[torch.Tensor] = field(default_factory=list)
+
+    def watch(self, model: DeepseekV2ForCausalLM) -> None:
+        """Hooks the routers (those layers' `mlp.gate`)."""
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(self._seen)
+
+    def _seen(self, gate: torch.nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        if not gate.training:
+            return
+        logits, _, indices = output
+        chosen = torch.zeros_like(logits).scatter_(1, indices, 1.0).mean(0)
+        # the product of Switch Transformers' load loss: least when every expert is chosen and wanted alike
+        self.losses.append((chosen * logits.float().softmax(-1).mean(0)).sum() * len(chosen) / indices.shape[1])
+        self.loads.append(chosen.detach() / indices.shape[1])
+
+    def take(self) -> torch.Tensor:
+        """Mean loss since the last call; forgets it."""
+        loss = torch.stack(self.losses).mean()
+        self.losses.clear()
+        return loss
+
+    def lowest_load(self) -> float:
+        """Least share of the tokens that any expert got, in the last forward (even: 1 / experts)."""
+        return torch.stack(self.loads).min().item() if self.loads else 0.0
+
+
+def add_dropout(model: DeepseekV2ForCausalLM, rate: float) -> None:
+    """Drops from the embeddings and from what every sublayer adds to the stream; the class itself offers none."""
+    if not rate:
+        return
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, args, out: dropout(out, rate, module.training))
+        layer.mlp.register_forward_hook(lambda module, args, out: dropout(out, rate, module.training))
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: dropout(out, rate, module.training))
+
+
+class MasterAdamW:
+    """AdamW on float32 copies of the weights, which stay in the dtype they are shipped in (bf16 on a GPU).
+
+    Autocast would leave the experts' grouped products in float32, which has no CUDA kernel.
+    """
+
+    def __init__(self, model: torch.nn.Module, lr: float, device: str) -> None:
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.masters = [weight.detach().float().clone() for weight in self.weights]
+        groups = [
+            {"params": [master for master in self.masters if master.ndim > 1], "weight_decay": 0.1},
+            {"params": [master for master in self.masters if master.ndim == 1], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device.startswith("cuda"))
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One clipped step with learning rate `lr`; clears the gradients."""
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            master.grad = weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        torch._foreach_copy_(self.weights, self.masters)
+
+
+def choose_experts(model: DeepseekV2ForCausalLM, ids: torch.Tensor) -> str:
+    """grouped_mm if it gives the gradients of the plain loop over experts here (ids [N, T]), else the loop."""
+    model.eval()
+    gradients: dict[str, torch.Tensor] = {}
+    for name in ("eager", "grouped_mm"):
+        try:
+            model.set_experts_implementation(name)
+            model.zero_grad()
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+            gradients[name] = torch.cat([weight.grad.float().flatten() for weight in model.parameters()])
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            print(f"experts {name}: {str(error).splitlines()[0]}", flush=True)
+    model.zero_grad()
+    model.train()
+    best = "eager"
+    if len(gradients) == 2:
+        error = (gradients["grouped_mm"] - gradients["eager"]).norm() / gradients["eager"].norm()
+        print(f"experts: gradients of grouped_mm differ from the loop's by {error:.4f} of their norm", flush=True)
+        best = "grouped_mm" if error < 0.2 else "eager"  # rounding moves a few tokens to other experts
+    model.set_experts_implementation(best)
+    return best
+
+
+@contextmanager
+def safe_attention() -> Iterator[None]:
+    """Leaves cuDNN out: not every version has the backward for keys of 192 and values of 128."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
