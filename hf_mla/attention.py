@@ -28,8 +28,8 @@ from .cache import PagedMLACache
 from .cache.step import StepPlan
 from .config import MLAConfig
 
-# A name for transformers' attention registry. "flash" in it would switch on code meant for flash attention (a substring
-# test), and a name with "paged" is continuous batching's.
+# A name for transformers' attention registry. "flash" in it would switch on code meant for flash attention (a
+# substring test), and a name with "paged" is continuous batching's.
 ATTENTION_NAME = "hf_mla_absorbed"
 
 # New columns up to which attention is absorbed. A query costs 2 * (2R + P) flops a head and cached token absorbed and
@@ -39,7 +39,7 @@ MAX_ABSORBED_COLUMNS = 128
 
 
 class PatchKey:
-    """Identity of one patched decoder: copied and pickled along with it, and no reference to it (no cycle to collect)."""
+    """Identity of one patched decoder: copied and pickled along with it, but no reference to it, so no cycle."""
 
 
 @dataclass
@@ -86,8 +86,8 @@ class StepHooks:
             return None
         if module.training:
             raise ValueError(
-                "cache: a PagedMLACache is for inference and the model is in training mode; call model.eval(), or train "
-                "with use_cache=False"
+                "cache: a PagedMLACache is for inference and the model is in training mode; call model.eval(), or "
+                "train with use_cache=False"
             )
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if inputs is None:
@@ -201,7 +201,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def absorbed_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -237,7 +237,7 @@ def absorbed_attention(
     return out, None
 
 
-def _attend(module: nn.Module, query: torch.Tensor, step: ActiveStep, scaling: float) -> torch.Tensor:
+def _attend(module: Any, query: torch.Tensor, step: ActiveStep, scaling: float) -> torch.Tensor:
     layer = step.cache.layers[module.layer_idx]
     nope, rope = module.qk_nope_head_dim, layer.layout.qk_rope_head_dim
     q_nope, q_pe = query.split([nope, rope], dim=-1)

@@ -21,7 +21,7 @@ class MLAConfig:
 
     Args:
         backend: Kernels that read the pages: "auto" (the fastest measured one that can run here), "reference" (plain
-            torch), "triton" or "flashinfer". A backend asked for by name raises where it can't run; it doesn't fall back.
+            torch), "triton" or "flashinfer". One asked for by name raises where it can't run; it doesn't fall back.
         block_size: Tokens a block of the cache holds; one of 16, 32, 64, 128, 256.
         entry_alignment: Bytes that one token's entry (latent and rope part) is padded to a multiple of; a power of two
             from 16 (packed, for the usual sizes) to 4096. 256 turns DeepSeek's 576 bf16 values into 640.
