@@ -1,14 +1,16 @@
 """MLA decode over paged compressed latents: the only door to the backends.
 
-Shapes: B rows (sequences), Sq query tokens a row in this step, H heads, R = kv_lora_rank, P = qk_rope_head_dim, N blocks of
-S = block_size tokens, M block-table columns.
+Shapes: B rows (sequences), Sq query tokens a row in this step, H heads, R = kv_lora_rank, P = qk_rope_head_dim,
+N blocks of S = block_size tokens, M block-table columns.
 
-- pages [N, S, >= R+P]: last dimension contiguous, any block and entry stride; an entry is [ckv (R) | k_pe (P) | padding].
+- pages [N, S, >= R+P]: last dimension contiguous, any block and entry stride; an entry is
+  [ckv (R) | k_pe (P) | padding].
 - block_table [B, M] int32 or int64: columns beyond a row's length may hold anything and are never followed.
 - kv_lens [B, Sq] int32: stored tokens that a query sees, non-decreasing along Sq; causality is expressed by it alone.
 - What unused slots hold (NaN included) never reaches an output.
 
-Backends know tensors only and are imported when first used: importing this package imports neither triton nor flashinfer.
+Backends know tensors only and are imported when first used: importing this package imports neither triton nor
+flashinfer.
 """
 
 from __future__ import annotations
@@ -107,15 +109,13 @@ def _preferred(problem: Problem) -> tuple[str, ...]:
 
 @lru_cache
 def _choose(problem: Problem, graph: bool) -> str:
-    refused = []
-    for name in _preferred(problem):
+    refused: list[str] = []
+    for name in ("triton",) if graph else _preferred(problem):
         why = _reason(name, problem)
         if why is None:
             logger.info("attention backend for %s: %s%s", problem, name, f" ({'; '.join(refused)})" if refused else "")
             return name
         refused.append(why)
-        if graph:
-            break
     raise ValueError(f"backend 'auto' found none that can run in a CUDA graph: {'; '.join(refused)}")
 
 
@@ -140,6 +140,8 @@ def resolve_backend(
 
 
 def _resolve(name: str, problem: Problem, graph: bool = False) -> str:
+    if graph and problem.device.type != "cuda":
+        raise ValueError(f"a CUDA graph needs a CUDA device, got {problem.device}")
     if name == "auto":
         return _choose(problem, graph)
     if name not in BACKENDS:
@@ -206,10 +208,11 @@ def plan(
     dtype: torch.dtype,
     backend: str = "auto",
 ) -> DecodePlan:
-    """Prepare one step, once for all layers of a device and geometry, without waiting for the device (FlashInfer does).
+    """Prepare one step, once for all layers of a device and geometry, without waiting for the device (but FlashInfer).
 
-    block_table [B, M] and kv_lens [B, Sq] are on pages' device; kv_lens_host [B, Sq] is kv_lens' CPU copy, or, for a graph
-    to be replayed with longer rows, the longest lengths. `dtype` is the pages'. Raises ValueError naming the argument.
+    block_table [B, M] and kv_lens [B, Sq] are on pages' device; kv_lens_host [B, Sq] is kv_lens' CPU copy, or, for a
+    graph to be replayed with longer rows, the longest lengths. `dtype` is the pages'. Raises ValueError naming the
+    argument.
     """
     problem = Problem(block_table.device, dtype, num_heads, kv_lora_rank, qk_rope_head_dim, block_size)
     step = Step(block_table, kv_lens, kv_lens_host)
@@ -271,8 +274,8 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One layer's attention of the planned step, in the absorbed form (scores over [ckv | k_pe], values are ckv).
 
-    q_latent [B, Sq, H, R] and q_pe [B, Sq, H, P] in pages' dtype, last dimension contiguous. Returns out [B, Sq, H, R] in
-    that dtype, contiguous, and lse [B, Sq, H] float32 (natural log). Length 0: out 0, lse -inf.
+    q_latent [B, Sq, H, R] and q_pe [B, Sq, H, P] in pages' dtype, last dimension contiguous. Returns out [B, Sq, H, R]
+    in that dtype, contiguous, and lse [B, Sq, H] float32 (natural log). Length 0: out 0, lse -inf.
     """
     _check_decode(plan, q_latent, q_pe, pages)
     step = plan.step
@@ -281,9 +284,7 @@ def decode(
     if plan.backend == "triton":
         from . import triton_decode
 
-        return triton_decode.decode(
-            q_latent, q_pe, pages, step.block_table, step.kv_lens, sm_scale, plan.splits
-        )
+        return triton_decode.decode(q_latent, q_pe, pages, step.block_table, step.kv_lens, sm_scale, plan.splits)
     if plan.state is None:  # no rows
         return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
     return plan.state.run(q_latent, q_pe, pages, sm_scale)
@@ -292,8 +293,8 @@ def decode(
 def write_latents(pages: torch.Tensor, ckv: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Store new latents ckv [T, R] and k_pe [T, P] (pages' dtype, any row stride) in pages.
 
-    slot_mapping [T] int64 on pages' device is block * S + offset, or -1 for a token that is not stored. Exactly R+P values of
-    a slot change. No two tokens may share a slot.
+    slot_mapping [T] int64 on pages' device is block * S + offset, or -1 for a token that is not stored. Exactly R+P
+    values of a slot change. No two tokens may share a slot.
     """
     if ckv.dim() != 2 or k_pe.dim() != 2 or slot_mapping.shape != ckv.shape[:1] or k_pe.shape[0] != ckv.shape[0]:
         raise ValueError(

@@ -1,8 +1,9 @@
 """MLA decode by FlashInfer 0.7 (optional): fa3 on Hopper where its shapes allow, else fa2.
 
 Shapes: B rows, Sq query tokens a row, H heads, R = kv_lora_rank, P = qk_rope_head_dim, S = block_size.
-FlashInfer knows a row's length and a causal flag, not a length per query: a row's queries must be its last Sq stored tokens.
-Its plan takes half a millisecond and waits for the device, so it is made once a step and cannot be in a CUDA graph.
+FlashInfer knows a row's length and a causal flag, not a length per query: a row's queries must be its last Sq
+stored tokens. Its plan takes half a millisecond and waits for the device, so it is made once a step and cannot be in a
+CUDA graph.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Problem:
-    """Geometry of a layer's decode: H heads, R = kv_lora_rank, P = qk_rope_head_dim, S = block_size, where and in what dtype."""
+    """Geometry of a layer's decode (H, R = kv_lora_rank, P = qk_rope_head_dim, S = block_size), device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
@@ -21,7 +21,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Step:
-    """One step's metadata. block_table [B, M] and kv_lens [B, Sq] on the device; kv_lens_host [B, Sq] int32 on the CPU."""
+    """One step's metadata: block_table [B, M] and kv_lens [B, Sq] on the device, kv_lens_host [B, Sq] on the CPU."""
 
     block_table: torch.Tensor
     kv_lens: torch.Tensor

@@ -1,6 +1,7 @@
 """MLA decode, latent writes, block copies and gathers in plain torch: the oracle, and the path for any device.
 
-Shapes: B rows, Sq query tokens a row, H heads, R = kv_lora_rank, P = qk_rope_head_dim, N blocks, S = block_size, M table columns.
+Shapes: B rows, Sq query tokens a row, H heads, R = kv_lora_rank, P = qk_rope_head_dim, N blocks, S = block_size,
+M table columns.
 pages [N, S, >= R+P]: an entry is [ckv (R) | k_pe (P) | maybe padding]; slot = block * S + offset.
 """
 
@@ -35,9 +36,9 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q_latent [B, Sq, H, R], q_pe [B, Sq, H, P] over the first kv_lens [B, Sq] tokens of each row.
 
-    The arithmetic is float32 (float64 for float64 queries). Heads are folded into query rows, so that a product reads the
-    latents once for all heads. Returns out [B, Sq, H, R] in the queries' dtype and lse [B, Sq, H] float32, natural log;
-    where a length is 0: out 0, lse -inf.
+    The arithmetic is float32 (float64 for float64 queries). Heads are folded into query rows, so that a product reads
+    the latents once for all heads. Returns out [B, Sq, H, R] in the queries' dtype and lse [B, Sq, H] float32, natural
+    log; where a length is 0: out 0, lse -inf.
     """
     batch, q_len, heads, rank = q_latent.shape
     work = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
@@ -50,14 +51,17 @@ def decode(
     scores = torch.bmm(query, latents.transpose(1, 2)).mul_(sm_scale)
     unseen = torch.arange(latents.shape[1], device=lens.device) >= lens[:, :, None]
     scores.view(batch, q_len, heads, -1).masked_fill_(unseen[:, :, None], float("-inf"))
-    lse = torch.logsumexp(scores, -1)
-    weights = scores.sub_(lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp_()
-    out = torch.bmm(weights, latents[..., :rank]).view(batch, q_len, heads, rank)
-    return out.to(q_latent.dtype), lse.view(batch, q_len, heads).float()
+    # Shifted by the maximum, not by the lse: the lse is rounded, and scores of hundreds would feel it.
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top.masked_fill(top == float("-inf"), 0)).exp_()
+    total = weights.sum(-1, keepdim=True)
+    lse = (top + total.log()).view(batch, q_len, heads).float()
+    out = torch.bmm(weights, latents[..., :rank]).div_(total.masked_fill_(total == 0, 1))
+    return out.view(batch, q_len, heads, rank).to(q_latent.dtype), lse
 
 
 def write_latents(pages: torch.Tensor, ckv: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store ckv [T, R] and k_pe [T, P] at int64 slots [T]; a slot of -1 is skipped. Other values of pages are untouched."""
+    """Store ckv [T, R] and k_pe [T, P] at int64 slots [T]; a slot of -1 is skipped, other values stay untouched."""
     kept = (slot_mapping >= 0).nonzero().squeeze(1)
     if kept.numel() == len(slot_mapping):
         block, offset = split_slots(slot_mapping, pages.shape[1])
@@ -70,14 +74,14 @@ def write_latents(pages: torch.Tensor, ckv: torch.Tensor, k_pe: torch.Tensor, sl
 
 
 def copy_blocks(pages: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copy blocks src [C] to blocks dst [C] (int64, on pages' device): what copy-on-write needs. dst has no repeats."""
+    """Copy blocks src [C] to blocks dst [C] (int64, on pages' device): for copy-on-write. dst has no repeats."""
     pages.index_copy_(0, dst, pages.index_select(0, src))
 
 
 def gather_latents(
     pages: torch.Tensor, slots: torch.Tensor, kv_lora_rank: int, qk_rope_head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the entries at int64 `slots` of any shape [...]: (ckv [..., R], k_pe [..., P]); a slot of -1 gives zeros."""
+    """Read the entries at int64 `slots` [...]: (ckv [..., R], k_pe [..., P]); a slot of -1 gives zeros."""
     width = kv_lora_rank + qk_rope_head_dim
     block, offset = split_slots(slots.clamp(min=0), pages.shape[1])
     entries = pages[:, :, :width][block, offset].masked_fill_((slots < 0)[..., None], 0)

@@ -2,13 +2,13 @@
 
 Shapes: B rows, Sq query tokens a row, H heads, R = kv_lora_rank, P = qk_rope_head_dim, S = block_size, K splits.
 A program owns one tile of the Sq*H flattened query rows of one sequence and one slice of its tokens. The latent tile
-[BLOCK_N, R] is loaded to shared memory once: as it is for one product, transposed for the other. Slices are taken from the
-lengths on the device, so a captured CUDA graph stays right when they grow; only the number of slices is fixed.
+[BLOCK_N, R] is loaded to shared memory once: as it is for one product, transposed for the other. Slices are taken from
+the lengths on the device, so a captured CUDA graph stays right when they grow; only the number of slices is fixed.
 
 Two orientations, chosen by the config:
 - heads as rows: scores [BLOCK_H, BLOCK_N] = q @ latents^T, out [BLOCK_H, R] = p @ latents;
-- heads as columns: scores [BLOCK_N, BLOCK_H] = latents @ q^T, out [R, BLOCK_H] = latents^T @ p. The tensor cores want 64 rows;
-  tokens and rank give them that, so 16 heads are not padded to 64.
+- heads as columns: scores [BLOCK_N, BLOCK_H] = latents @ q^T, out [R, BLOCK_H] = latents^T @ p. The tensor cores
+  want 64 rows; tokens and rank give them that, so 16 heads are not padded to 64.
 
 Method: split-KV with log-sum-exp merging (Flash-Decoding, 2023) on the absorbed form of MLA (DeepSeek-V2, 2024).
 """
@@ -16,6 +16,7 @@ Method: split-KV with log-sum-exp merging (Flash-Decoding, 2023) on the absorbed
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -38,12 +39,13 @@ class DecodeConfig:
     heads_as_columns: bool = False
 
 
-# (most query rows, bytes a value) -> config. The first entry with enough rows wins; the last serves any number of rows in tiles.
+# (most query rows, bytes a value) -> config. The first entry with enough rows wins; the last serves any number of rows
+# in tiles.
 CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (16, 2): DecodeConfig(16, 64, 4, 2, heads_as_columns=True),
     (32, 2): DecodeConfig(32, 64, 8, 2, heads_as_columns=True),
     (1 << 30, 2): DecodeConfig(64, 64, 8, 2),
-    (1 << 30, 4): DecodeConfig(16, 16, 4, 1),
+    (1 << 30, 4): DecodeConfig(16, 16, 4, 2),
 }
 
 
@@ -59,14 +61,14 @@ def _slots(device: torch.device) -> int:
 
 
 def choose_splits(batch: int, query_rows: int, max_len: int, config: DecodeConfig, slots: int) -> int:
-    """Number of slices of the tokens that minimises a small model of the time, in units of one tile's read at full load.
+    """Number of slices of the tokens that minimises a small model of the time, its unit one tile's read at full load.
 
     A wave of programs takes its tiles' read time (shared by the programs that run) or their arithmetic, whichever is
     longer, plus a fixed start; more than one slice costs a merge that grows slowly with their number.
     """
     row_tiles = triton.cdiv(query_rows, config.block_h)
     tiles = max(1, triton.cdiv(max_len, config.block_n))
-    compute = 0.4 if config.block_h <= 16 else 0.9
+    compute = 0.6 if config.block_h <= 16 else 0.9
 
     def cost(splits: int) -> float:
         programs = batch * row_tiles * splits
@@ -74,7 +76,7 @@ def choose_splits(batch: int, query_rows: int, max_len: int, config: DecodeConfi
         share = triton.cdiv(tiles, splits)
         waves = full * max(compute, 1.0 / row_tiles) + (max(compute, rest / slots / row_tiles) if rest else 0.0)
         starts = (full + (rest > 0)) * 1.0
-        return waves * share + starts + (2.0 + splits / 32 if splits > 1 else 0.0)
+        return waves * share + starts + (2.0 + splits / 128 if splits > 1 else 0.0)
 
     return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost) if batch and query_rows else 1
 
@@ -116,14 +118,14 @@ def _values(p, k, acc, HEADS_AS_COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _store_piece(ptr, row_base, live, acc, col0, width: tl.constexpr, size: tl.constexpr, HEADS_AS_COLUMNS: tl.constexpr):
+def _store(ptr, rows, live, acc, col0, width: tl.constexpr, size: tl.constexpr, HEADS_AS_COLUMNS: tl.constexpr):
     cols = tl.arange(0, width)
     if HEADS_AS_COLUMNS:
         acc = tl.trans(acc)
     mask = live[:, None]
     if size < width:
         mask = mask & (cols < size)[None, :]
-    tl.store(ptr + row_base[:, None] + (col0 + cols)[None, :], acc.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + rows[:, None] + (col0 + cols)[None, :], acc.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -131,9 +133,9 @@ def _decode_kernel(
     q_ptr, qpe_ptr, pages_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
     qk_scale, num_heads, query_rows, splits,
     q_sb, q_ss, q_sh, qpe_sb, qpe_ss, qpe_sh, pages_sb, table_sb, lens_sb, lens_ss,
-    ENTRY: tl.constexpr, RANK: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HEADS_AS_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ENTRY: tl.constexpr, RANK: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, HEADS_AS_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out_ptr [B, K, Sq*H, R] and lse_ptr [B, K, Sq*H], packed; each program writes its rows of its split."""
     head_axis: tl.constexpr = 1 if HEADS_AS_COLUMNS else 0
@@ -176,7 +178,8 @@ def _decode_kernel(
             # 32-bit offsets from it that the compiler folds into the addresses.
             base = pages_ptr + page * pages_sb + tile % BLOCK_SIZE * ENTRY
             entries = offs_n * ENTRY
-            page = tl.load(table_row + (tile + BLOCK_N) // BLOCK_SIZE, mask=tile + BLOCK_N < stop, other=0).to(tl.int64)
+            following = tile + BLOCK_N
+            page = tl.load(table_row + following // BLOCK_SIZE, mask=following < stop, other=0).to(tl.int64)
         else:
             ids = tl.load(table_row + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             base = pages_ptr
@@ -213,10 +216,10 @@ def _decode_kernel(
     # An empty slice of several leaves its partial unwritten: the merge reads only slices with a finite lse.
     if (splits == 1) | (start < stop):
         acc0 = acc0 * tl.expand_dims(inverse, token_axis)
-        _store_piece(out_ptr, out_rows * RANK, live_row, acc0, 0, R0, RANK, HEADS_AS_COLUMNS)
+        _store(out_ptr, out_rows * RANK, live_row, acc0, 0, R0, RANK, HEADS_AS_COLUMNS)
         if R1 > 0:
             acc1 = acc1 * tl.expand_dims(inverse, token_axis)
-            _store_piece(out_ptr, out_rows * RANK, live_row, acc1, R0, R1, RANK - R0, HEADS_AS_COLUMNS)
+            _store(out_ptr, out_rows * RANK, live_row, acc1, R0, R1, RANK - R0, HEADS_AS_COLUMNS)
 
 
 @triton.jit
@@ -233,7 +236,8 @@ def _merge_kernel(
     lse = tl.load(part_lse_ptr + rows, mask=k < splits, other=float("-inf"))
     filled = lse > float("-inf")
     biggest = tl.max(lse, axis=0)
-    weight = tl.where(filled, tl.exp2((lse - tl.where(biggest == float("-inf"), 0.0, biggest)) * 1.4426950408889634), 0.0)
+    shift = tl.where(biggest == float("-inf"), 0.0, biggest)
+    weight = tl.where(filled, tl.exp2((lse - shift) * 1.4426950408889634), 0.0)
     total = tl.sum(weight, axis=0)
     some = total > 0.0
     part = tl.load(
@@ -272,8 +276,9 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q_latent [B, Sq, H, R], q_pe [B, Sq, H, P] over pages [N, S, >= R+P] through block_table [B, M].
 
-    kv_lens [B, Sq] int32/int64 on the device; `splits` slices a row; `config` is for benchmarks. Returns out [B, Sq, H, R] in
-    the queries' dtype and lse [B, Sq, H] float32 (natural log; -inf where a length is 0). Arguments are taken as validated.
+    kv_lens [B, Sq] int32/int64 on the device; `splits` slices a row; `config` is for benchmarks. Returns out
+    [B, Sq, H, R] in the queries' dtype and lse [B, Sq, H] float32 (natural log; -inf where a length is 0). Arguments
+    are taken as validated.
     """
     batch, q_len, heads, rank = q_latent.shape
     rope, rows = q_pe.shape[-1], q_len * heads
@@ -287,13 +292,14 @@ def decode(
         part = q_latent.new_empty(batch, splits, rows, rank, dtype=torch.float32)
         part_lse = q_latent.new_empty(batch, splits, rows, dtype=torch.float32)
     first, second = _pieces(rank)
-    with torch.device(pages.device) if pages.device.type != "cuda" else torch.cuda.device(pages.device):
+    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         _decode_kernel[(triton.cdiv(rows, config.block_h), splits, batch)](
             q_latent, q_pe, pages, block_table, kv_lens, part, part_lse,
             sm_scale * LOG2E, heads, rows, splits,
             *q_latent.stride()[:3], *q_pe.stride()[:3], pages.stride(0), block_table.stride(0), *kv_lens.stride(),
-            ENTRY=pages.stride(1), RANK=rank, R0=first, R1=second, ROPE=rope, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
-            BLOCK_SIZE=pages.shape[1], BLOCK_H=config.block_h, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
+            ENTRY=pages.stride(1), RANK=rank, R0=first, R1=second, ROPE=rope,
+            ROPE_PAD=max(16, triton.next_power_of_2(rope)), BLOCK_SIZE=pages.shape[1],
+            BLOCK_H=config.block_h, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
             HEADS_AS_COLUMNS=config.heads_as_columns, PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps,
         )  # fmt: skip

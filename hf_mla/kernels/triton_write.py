@@ -6,6 +6,8 @@ slot = block * S + offset, -1 for a token that is not stored.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +36,7 @@ def write_latents(pages: torch.Tensor, ckv: torch.Tensor, k_pe: torch.Tensor, sl
     rope = k_pe.shape[1]
     if not tokens:
         return
-    with torch.device(pages.device) if pages.device.type != "cuda" else torch.cuda.device(pages.device):
+    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         _write_kernel[(tokens,)](
             ckv, k_pe, pages, slot_mapping, ckv.stride(0), k_pe.stride(0), *pages.stride()[:2], slot_mapping.stride(0),
             RANK=rank, RANK_PAD=triton.next_power_of_2(rank), ROPE=rope, ROPE_PAD=triton.next_power_of_2(max(rope, 1)),
