@@ -245,7 +245,8 @@ def _attend(module: Any, query: torch.Tensor, step: ActiveStep, scaling: float) 
     q_latent = absorb_query(q_nope, weights)
     plan = step.plan.decode_plan(layer.layout, query.shape[1], layer.device)
     dtype = layer.layout.dtype
-    o_latent, _ = kernels.decode(plan, q_latent.to(dtype), q_pe.transpose(1, 2).to(dtype), layer.pages, scaling)
+    base = step.plan.base_of(module.layer_idx)
+    o_latent, _ = kernels.decode(plan, q_latent.to(dtype), q_pe.transpose(1, 2).to(dtype), layer.pages, scaling, base)
     return project_back(o_latent.to(query.dtype), weights)
 
 

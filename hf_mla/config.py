@@ -27,6 +27,7 @@ class MLAConfig:
             from 16 (packed, for the usual sizes) to 4096. 256 turns DeepSeek's 576 bf16 values into 640.
         cache_dtype: Type in which latents are stored; None keeps the model's own.
         max_tokens: Tokens the pool of one cache may hold over all rows, or None to grow as needed.
+        graphs: Replay decode steps as CUDA graphs where they can be captured; False runs every step from Python.
         enabled: False leaves the model on stock code, and `cache_implementation="paged_mla"` makes a DynamicCache.
 
     Raises:
@@ -38,6 +39,7 @@ class MLAConfig:
     entry_alignment: int = 16
     cache_dtype: torch.dtype | None = None
     max_tokens: int | None = None
+    graphs: bool = True
     enabled: bool = True
 
     def __post_init__(self) -> None:

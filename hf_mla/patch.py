@@ -20,6 +20,7 @@ from . import compat, kernels
 from .attention import AttentionConfig, ConfigView, ExpertsConfig, LatentsOrKV, PatchKey, StepHooks
 from .config import MLAConfig
 from .families import SERVED
+from .graphs import GraphedForward
 
 logger: logging.Logger = transformers_logging.get_logger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -126,6 +127,9 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
         cast(Any, module).config = AttentionConfig(key, module.config)
     for experts_module in experts:
         cast(Any, experts_module).config = ExpertsConfig(key, experts_module.config)
+    if config.graphs:
+        replaced = decoder.__dict__.get("forward")
+        decoder.__dict__["forward"] = GraphedForward(key, decoder, replaced, config.backend)
     hooks = StepHooks(key, config)
     binding.handles = [
         decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
@@ -145,6 +149,11 @@ def _unbind(decoder: nn.Module, binding: Binding) -> None:
     for module in [*(module for _, module in binding.attentions), *binding.experts]:
         if isinstance(module.config, ConfigView):
             module.config = module.config.original
+    forward = decoder.__dict__.get("forward")
+    if isinstance(forward, GraphedForward):
+        del decoder.__dict__["forward"]
+        if forward.replaced is not None:
+            decoder.__dict__["forward"] = forward.replaced
     decoder.__dict__.pop("_hf_mla", None)
 
 

@@ -109,6 +109,7 @@ class PagedMLALayer(CacheLayerMixin):
             ckv.reshape(-1, ckv.shape[-1]).to(self.layout.dtype),
             k_pe.reshape(-1, k_pe.shape[-1]).to(self.layout.dtype),
             step.on(self.device).slot_mapping,
+            base=step.base_of(self.layer_idx),
         )
         self.length += ckv.shape[2]
 

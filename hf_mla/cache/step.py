@@ -39,6 +39,7 @@ class StepPlan:
         absorbed: Attention reads the pages with absorbed weights; latents are passed on unexpanded.
         num_blocks: Blocks each layer's pages must have.
         backend: Kernels asked for.
+        page_bases: [layers] int64 on the device, addresses of the pages, where a captured graph reads them from memory.
     """
 
     extension: Extension
@@ -47,6 +48,7 @@ class StepPlan:
     absorbed: bool
     num_blocks: int
     backend: str
+    page_bases: torch.Tensor | None = None
     _devices: dict[torch.device, DeviceStep] = field(default_factory=dict)
     _history: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     _decode: dict[tuple[EntryLayout, int, torch.device], kernels.DecodePlan] = field(default_factory=dict)
@@ -60,6 +62,10 @@ class StepPlan:
                 self.extension.slot_mapping.to(device, non_blocking=True),
             )
         return self._devices[device]
+
+    def base_of(self, layer_idx: int) -> torch.Tensor | None:
+        """[1] int64, where a graph finds the address of a layer's pages; None outside graphs."""
+        return None if self.page_bases is None else self.page_bases[layer_idx : layer_idx + 1]
 
     def history_on(self, device: torch.device) -> torch.Tensor:
         """`history_slots` on `device`."""

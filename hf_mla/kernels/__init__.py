@@ -270,31 +270,49 @@ def _check_pages(pages: torch.Tensor, width: int) -> None:
 
 
 def decode(
-    plan: DecodePlan, q_latent: torch.Tensor, q_pe: torch.Tensor, pages: torch.Tensor, sm_scale: float
+    plan: DecodePlan,
+    q_latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    pages: torch.Tensor,
+    sm_scale: float,
+    base: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One layer's attention of the planned step, in the absorbed form (scores over [ckv | k_pe], values are ckv).
 
     q_latent [B, Sq, H, R] and q_pe [B, Sq, H, P] in pages' dtype, last dimension contiguous. Returns out [B, Sq, H, R]
     in that dtype, contiguous, and lse [B, Sq, H] float32 (natural log). Length 0: out 0, lse -inf.
+
+    `base` [1] int64 on the device holds the address of the pages, for graphs that outlive them (triton only); `pages`
+    then tells shape and strides alone.
     """
     _check_decode(plan, q_latent, q_pe, pages)
+    if base is not None and plan.backend != "triton":
+        raise ValueError(f"base is for triton; the plan's backend is {plan.backend}")
     step = plan.step
     if plan.backend == "reference":
         return reference.decode(q_latent, q_pe, pages, step.block_table, step.kv_lens, sm_scale)
     if plan.backend == "triton":
         from . import triton_decode
 
-        return triton_decode.decode(q_latent, q_pe, pages, step.block_table, step.kv_lens, sm_scale, plan.splits)
+        return triton_decode.decode(
+            q_latent, q_pe, pages, step.block_table, step.kv_lens, sm_scale, plan.splits, base=base
+        )
     if plan.state is None:  # no rows
         return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
     return plan.state.run(q_latent, q_pe, pages, sm_scale)
 
 
-def write_latents(pages: torch.Tensor, ckv: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write_latents(
+    pages: torch.Tensor,
+    ckv: torch.Tensor,
+    k_pe: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    base: torch.Tensor | None = None,
+) -> None:
     """Store new latents ckv [T, R] and k_pe [T, P] (pages' dtype, any row stride) in pages.
 
     slot_mapping [T] int64 on pages' device is block * S + offset, or -1 for a token that is not stored. Exactly R+P
-    values of a slot change. No two tokens may share a slot.
+    values of a slot change. No two tokens may share a slot. `base` as for `decode`.
     """
     if ckv.dim() != 2 or k_pe.dim() != 2 or slot_mapping.shape != ckv.shape[:1] or k_pe.shape[0] != ckv.shape[0]:
         raise ValueError(
@@ -312,8 +330,8 @@ def write_latents(pages: torch.Tensor, ckv: torch.Tensor, k_pe: torch.Tensor, sl
         from . import triton_write
 
         # A row of one value may have any last stride; the kernel steps by 1.
-        rows = (x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous() for x in (ckv, k_pe))
-        triton_write.write_latents(pages, *rows, slot_mapping)
+        ckv, k_pe = (x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous() for x in (ckv, k_pe))
+        triton_write.write_latents(pages, ckv, k_pe, slot_mapping, base)
     else:
         reference.write_latents(pages, ckv, k_pe, slot_mapping)
 

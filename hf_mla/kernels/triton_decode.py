@@ -135,9 +135,14 @@ def _decode_kernel(
     q_sb, q_ss, q_sh, qpe_sb, qpe_ss, qpe_sh, pages_sb, table_sb, lens_sb, lens_ss,
     ENTRY: tl.constexpr, RANK: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, ROPE: tl.constexpr,
     ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, HEADS_AS_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr, HEADS_AS_COLUMNS: tl.constexpr, PRECISION: tl.constexpr, INDIRECT: tl.constexpr,
 ):  # fmt: skip
-    """out_ptr [B, K, Sq*H, R] and lse_ptr [B, K, Sq*H], packed; each program writes its rows of its split."""
+    """out_ptr [B, K, Sq*H, R] and lse_ptr [B, K, Sq*H], packed; each program writes its rows of its split.
+
+    INDIRECT: pages_ptr points to the address of the pages, so that a captured graph can be replayed on others.
+    """
+    if INDIRECT:
+        pages_ptr = tl.multiple_of(tl.load(pages_ptr), 16).to(tl.pointer_type(q_ptr.dtype.element_ty))
     head_axis: tl.constexpr = 1 if HEADS_AS_COLUMNS else 0
     token_axis: tl.constexpr = 1 - head_axis
     one_page: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
@@ -273,12 +278,13 @@ def decode(
     sm_scale: float,
     splits: int,
     config: DecodeConfig | None = None,
+    base: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q_latent [B, Sq, H, R], q_pe [B, Sq, H, P] over pages [N, S, >= R+P] through block_table [B, M].
 
     kv_lens [B, Sq] int32/int64 on the device; `splits` slices a row; `config` is for benchmarks. Returns out
     [B, Sq, H, R] in the queries' dtype and lse [B, Sq, H] float32 (natural log; -inf where a length is 0). Arguments
-    are taken as validated.
+    are taken as validated. `base` [1] int64, on the device: where the address of the pages is read from instead.
     """
     batch, q_len, heads, rank = q_latent.shape
     rope, rows = q_pe.shape[-1], q_len * heads
@@ -294,14 +300,14 @@ def decode(
     first, second = _pieces(rank)
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         _decode_kernel[(triton.cdiv(rows, config.block_h), splits, batch)](
-            q_latent, q_pe, pages, block_table, kv_lens, part, part_lse,
+            q_latent, q_pe, pages if base is None else base, block_table, kv_lens, part, part_lse,
             sm_scale * LOG2E, heads, rows, splits,
             *q_latent.stride()[:3], *q_pe.stride()[:3], pages.stride(0), block_table.stride(0), *kv_lens.stride(),
             ENTRY=pages.stride(1), RANK=rank, R0=first, R1=second, ROPE=rope,
             ROPE_PAD=max(16, triton.next_power_of_2(rope)), BLOCK_SIZE=pages.shape[1],
             BLOCK_H=config.block_h, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
             HEADS_AS_COLUMNS=config.heads_as_columns, PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-            num_warps=config.num_warps,
+            INDIRECT=base is not None, num_warps=config.num_warps,
         )  # fmt: skip
         if splits > 1:
             _merge_kernel[(rows, triton.cdiv(rank, 64), batch)](

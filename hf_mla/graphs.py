@@ -1,0 +1,336 @@
+"""The decode step in a CUDA graph: one launch instead of the few thousand that Python would issue.
+
+A graph is captured the first time that a batch size (rounded up to a bucket) and a table width (a power of two) decode,
+in a fraction of a second and without torch.compile, and is kept for later calls. What changes from step to step lives in
+fixed buffers that are refreshed before each replay: token, position, stored length, slot and block table of each row, and
+the address of each layer's pages, which the kernels read from memory, so that a graph serves any cache of its layout.
+
+    b rows of the bucket, M table columns; rows beyond the batch repeat the last one's token, store nothing, see nothing
+
+A step that can't be captured runs eagerly, and the reason is logged once.
+"""
+
+import inspect
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from . import compat, kernels
+from .attention import ActiveStep, PatchKey, absorbed_step
+from .cache import PagedMLACache
+from .cache.layer import PagedMLALayer
+from .cache.sequences import Extension
+from .cache.step import DeviceStep, StepPlan
+
+logger: logging.Logger = transformers_logging.get_logger(__name__)
+
+MAX_GRAPHS = 16  # least recently used ones go first; a graph of DeepSeek-V2-Lite takes some tens of MiB
+MIN_TABLE_COLUMNS = 16
+
+# What a decode call may bring; anything else (hidden states wanted, packed sequences ...) runs eagerly.
+KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "cache", "past_key_values"}
+
+
+def bucket_of(rows: int) -> int:
+    """Batch size that a graph for `rows` rows is captured with: 1, 2, 4, then multiples of 8."""
+    return rows if rows <= 2 else 4 if rows <= 4 else -(-rows // 8) * 8
+
+
+def columns_of(columns: int) -> int:
+    """Table columns that a graph for `columns` used ones has: the next power of two, at least 16."""
+    return max(MIN_TABLE_COLUMNS, 1 << (columns - 1).bit_length())
+
+
+@dataclass
+class Captured:
+    """One graph and the buffers around it.
+
+    Args:
+        graph: The captured step.
+        input_ids, position_ids: [b, 1] int64.
+        device_step: Table [b, M], lengths [b, 1] and slots [b] that the kernels read.
+        page_bases: [layers] int64, the address of each layer's pages.
+        bases: What `page_bases` holds, on the host.
+        output: The decoder's output, its tensors overwritten by each replay.
+        weights: What the graph read: (owner's dict, name, tensor, address) of every parameter and buffer.
+    """
+
+    graph: Any
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    device_step: DeviceStep
+    page_bases: torch.Tensor
+    bases: list[int]
+    output: Any
+    weights: list[tuple[dict, str, torch.Tensor, int]]
+
+    def stale(self) -> bool:
+        """Whether a weight has been exchanged or moved since the capture; edits in place are seen by the graph."""
+        return any(owner.get(name) is not t or t.data_ptr() != address for owner, name, t, address in self.weights)
+
+
+def _weights_of(decoder: nn.Module) -> list[tuple[dict, str, torch.Tensor, int]]:
+    return [
+        (owner, name, tensor, tensor.data_ptr())
+        for module in decoder.modules()
+        for owner in (module._parameters, module._buffers)
+        for name, tensor in owner.items()
+        if tensor is not None
+    ]
+
+
+def _foreign(decoder: nn.Module) -> str | None:
+    """Why the decoder's modules can't be trusted to do the same again without Python, or None."""
+    devices = {tensor.device for tensor in (*decoder.parameters(), *decoder.buffers())}
+    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+        return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one CUDA device"
+    for name, module in decoder.named_modules():
+        if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
+            return f"{name} is a {type(module).__module__}.{type(module).__name__}"
+        if module is decoder:
+            continue
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            if not _only_output_collectors(module):
+                return f"{name} has hooks"
+    return None
+
+
+def _only_output_collectors(module: nn.Module) -> bool:
+    """transformers leaves hooks behind that collect attentions or hidden states when asked; they're idle otherwise."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return "forward" not in module.__dict__ and all(
+        getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing") for hook in hooks
+    )
+
+
+class GraphedForward:
+    """Stands in for a decoder's `forward`.
+
+    Args:
+        key: The decoder's key.
+        module: The decoder, held weakly.
+        replaced: What lay on the instance before, or None for the class's own method.
+        backend: Kernels asked for; graphs need those that don't plan on the host.
+    """
+
+    def __init__(self, key: PatchKey, module: nn.Module, replaced: Callable | None, backend: str):
+        self.key = key
+        self.module = weakref.ref(module)
+        self.replaced = replaced
+        self.backend = backend
+        self._graphs: OrderedDict[tuple, Captured | None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool: Any = None
+        self._said: set[str] = set()
+
+    def __reduce__(self) -> tuple:  # graphs belong to this process and this model
+        return GraphedForward, (self.key, self.module(), self.replaced, self.backend)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.replaced or type(self.module()).forward.__get__(self.module()))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoder's forward: a replay where the step allows it, else what was there before."""
+        step = absorbed_step(self.key)
+        if step is not None and not args and self._may_replay(step, kwargs) and self._lock.acquire(blocking=False):
+            try:
+                output = self._replay(step, kwargs)
+            finally:
+                self._lock.release()
+            if output is not None:
+                return output
+        return self._eager(*args, **kwargs)
+
+    def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        module: Any = self.module()
+        return type(module).forward(module, *args, **kwargs)
+
+    def _may_replay(self, step: ActiveStep, kwargs: dict) -> bool:
+        """Cheap conditions, checked at every step; what they refuse is ordinary, so nothing is said."""
+        ids = kwargs.get("input_ids")
+        if ids is None or not ids.is_cuda or ids.shape[1] != 1 or self.replaced is not None:
+            return False
+        if kwargs.get("attention_mask") is None or kwargs.get("position_ids") is None:
+            return False
+        if any(value is not None and value is not False for name, value in kwargs.items() if name not in KNOWN_ARGUMENTS):
+            return False
+        config: Any = self.module().config  # type: ignore[union-attr]
+        wanted = ("output_attentions", "output_hidden_states", "output_router_logits")
+        if any(getattr(config, name, False) for name in wanted):
+            return False
+        return not (
+            torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cuda")
+            or torch.cuda.is_current_stream_capturing()
+            or torch.compiler.is_compiling()
+        )
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning(f"hf_mla: decode steps run eagerly, without a CUDA graph: {reason}")
+
+    def _replay(self, step: ActiveStep, kwargs: dict) -> Any:
+        """The step's output, or None where it has to run eagerly."""
+        ids, plan, cache = kwargs["input_ids"], step.plan, step.cache
+        for layer in cache.mla_layers:
+            layer.grow(plan.num_blocks)
+        layouts = tuple(layer.layout for layer in cache.mla_layers)
+        bucket, columns = bucket_of(ids.shape[0]), columns_of(plan.block_table.shape[1])
+        key = (bucket, columns, layouts, torch.cuda.current_stream(ids.device).cuda_stream, torch.is_inference_mode_enabled())
+        captured = self._graphs.get(key)
+        if captured is not None and captured.stale():
+            self._graphs.clear()
+            captured = None
+        if key not in self._graphs:
+            return self._capture(key, step, kwargs)
+        self._graphs.move_to_end(key)
+        if captured is None:
+            return None
+        self._refresh(captured, step, ids, kwargs["position_ids"])
+        captured.graph.replay()
+        for layer in cache.mla_layers:
+            layer.length += 1
+        return self._output(captured, cache, ids.shape[0])
+
+    @staticmethod
+    def _output(captured: Captured, cache: PagedMLACache, rows: int) -> Any:
+        values = dict(captured.output)
+        values["last_hidden_state"] = values["last_hidden_state"][:rows].clone()
+        values[compat.CACHE_NAME] = cache
+        return type(captured.output)(**values)
+
+    @staticmethod
+    def _refresh(captured: Captured, step: ActiveStep, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Put a step's data into the buffers; rows beyond the batch see and store nothing."""
+        plan, rows = step.plan, ids.shape[0]
+        target = captured.device_step
+        captured.input_ids[:rows].copy_(ids)
+        captured.position_ids[:rows].copy_(positions)
+        if rows < captured.input_ids.shape[0]:
+            captured.input_ids[rows:].copy_(ids[-1:])
+            captured.position_ids[rows:].copy_(positions[-1:])
+            target.kv_lens[rows:].zero_()
+            target.slot_mapping[rows:].fill_(-1)
+        target.block_table[:rows, : plan.block_table.shape[1]].copy_(plan.block_table)
+        target.kv_lens[:rows].copy_(plan.extension.kv_lens)
+        target.slot_mapping[:rows].copy_(plan.extension.slot_mapping)
+        bases = [layer.pages.data_ptr() if isinstance(layer, PagedMLALayer) else 0 for layer in step.cache.layers]
+        if bases != captured.bases:
+            captured.page_bases.copy_(torch.tensor(bases, dtype=torch.int64))
+            captured.bases = bases
+
+    def _capture(self, key: tuple, step: ActiveStep, kwargs: dict) -> Any:
+        """Run the step eagerly over the graph's buffers, capture it, and return the eager output."""
+        decoder: Any = self.module()
+        reason = _foreign(decoder) or self._unfit_backend(step)
+        if reason is not None:
+            self._say(reason)
+            self._graphs[key] = None
+            return None
+        lengths = [layer.length for layer in step.cache.mla_layers]
+        original_plan = step.plan
+        try:
+            captured, output = self._record(key, step, kwargs, decoder)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._say(f"the capture failed: {str(error).splitlines()[0]}")
+            self._graphs[key] = None
+            for layer, length in zip(step.cache.mla_layers, lengths, strict=True):
+                layer.length = length
+            return None
+        finally:
+            step.plan = step.cache._step = original_plan
+        self._graphs[key] = captured
+        while len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return output
+
+    def _unfit_backend(self, step: ActiveStep) -> str | None:
+        layer = step.cache.mla_layers[0]
+        assert layer.layout is not None
+        try:
+            kernels.resolve_backend(
+                self.backend,
+                device=layer.device,
+                dtype=layer.layout.dtype,
+                num_heads=1,
+                kv_lora_rank=layer.layout.kv_lora_rank,
+                qk_rope_head_dim=layer.layout.qk_rope_head_dim,
+                block_size=layer.layout.block_size,
+                graph=True,
+            )
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _buffers(self, bucket: int, columns: int, cache: PagedMLACache, device: torch.device) -> Captured:
+        integers = {"dtype": torch.int64, "device": device}
+        return Captured(
+            graph=torch.cuda.CUDAGraph(),
+            input_ids=torch.zeros(bucket, 1, **integers),
+            position_ids=torch.zeros(bucket, 1, **integers),
+            device_step=DeviceStep(
+                block_table=torch.zeros(bucket, columns, dtype=torch.int32, device=device),
+                kv_lens=torch.zeros(bucket, 1, dtype=torch.int32, device=device),
+                slot_mapping=torch.full((bucket,), -1, **integers),
+            ),
+            page_bases=torch.zeros(len(cache.layers), **integers),
+            bases=[],
+            output=None,
+            weights=[],
+        )
+
+    def _record(self, key: tuple, step: ActiveStep, kwargs: dict, decoder: Any) -> tuple[Captured, Any]:
+        ids, cache = kwargs["input_ids"], step.cache
+        bucket, columns = key[:2]
+        captured = self._buffers(bucket, columns, cache, ids.device)
+        self._refresh(captured, step, ids, kwargs["position_ids"])
+        # Planned for the longest rows that the table can hold: the split count has to do for all of them.
+        longest = torch.full((bucket, 1), columns * cache.options.block_size, dtype=torch.int32)
+        plan = StepPlan(
+            extension=Extension([], longest, step.plan.extension.slot_mapping),
+            block_table=step.plan.block_table,
+            history_slots=None,
+            absorbed=True,
+            num_blocks=step.plan.num_blocks,
+            backend="triton",
+            page_bases=captured.page_bases,
+        )
+        plan._devices[ids.device] = captured.device_step
+        step.plan = cache._step = plan
+        call = {**kwargs, "input_ids": captured.input_ids, "position_ids": captured.position_ids}
+
+        def run() -> Any:
+            for layer, length in zip(cache.mla_layers, lengths, strict=True):
+                layer.length = length
+            return type(decoder).forward(decoder, **call)
+
+        lengths = [layer.length for layer in cache.mla_layers]
+        current, side = torch.cuda.current_stream(ids.device), torch.cuda.Stream(ids.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            captured.output = run()  # compiles kernels, makes library handles
+            output = self._output(captured, cache, ids.shape[0])
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                captured.output = run()
+            finally:
+                captured.graph.capture_end()
+        current.wait_stream(side)
+        captured.weights = _weights_of(decoder)
+        return captured, output
