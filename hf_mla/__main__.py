@@ -8,9 +8,9 @@ import os
 import platform
 
 import torch
-from packaging.requirements import Requirement
 
 import hf_mla
+from hf_mla import compat
 from hf_mla.config import ENVIRONMENT
 from hf_mla.kernels import available_backends, resolve_backend
 
@@ -30,21 +30,10 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
-def _supported_transformers() -> str:
-    """The range in the package's own metadata, and whether the installed transformers is inside it."""
-    try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires("hf_mla") or []]
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown: hf_mla runs from a source tree that is not installed"
-    specifier = next(requirement.specifier for requirement in requirements if requirement.name == "transformers")
-    inside = specifier.contains(_version("transformers"), prereleases=True)
-    return f"{specifier} ({'satisfied' if inside else 'NOT satisfied'})"
-
-
 def _versions() -> Rows:
     rows = [("hf_mla", hf_mla.__version__), ("python", platform.python_version()), ("platform", platform.platform())]
     rows += [(name, _version(name)) for name in PACKAGES]
-    rows.append(("supported transformers", _supported_transformers()))
+    rows.append(("transformers tested", f"{compat.OLDEST} (the oldest allowed) to {compat.NEWEST}"))
     return rows
 
 

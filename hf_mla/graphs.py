@@ -36,7 +36,15 @@ MAX_GRAPHS = 16  # least recently used ones go first; a graph of DeepSeek-V2-Lit
 MIN_TABLE_COLUMNS = 16
 
 # What a decode call may bring; anything else (hidden states wanted, packed sequences ...) runs eagerly.
-KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "cache", "past_key_values"}
+KNOWN_ARGUMENTS = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "return_dict",
+    "cache",
+    "past_key_values",
+}
 
 
 def bucket_of(rows: int) -> int:
@@ -163,7 +171,9 @@ class GraphedForward:
             return False
         if kwargs.get("attention_mask") is None or kwargs.get("position_ids") is None:
             return False
-        if any(value is not None and value is not False for name, value in kwargs.items() if name not in KNOWN_ARGUMENTS):
+        if any(
+            value is not None and value is not False for name, value in kwargs.items() if name not in KNOWN_ARGUMENTS
+        ):
             return False
         config: Any = self.module().config  # type: ignore[union-attr]
         wanted = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -188,7 +198,13 @@ class GraphedForward:
             layer.grow(plan.num_blocks)
         layouts = tuple(layer.layout for layer in cache.mla_layers)
         bucket, columns = bucket_of(ids.shape[0]), columns_of(plan.block_table.shape[1])
-        key = (bucket, columns, layouts, torch.cuda.current_stream(ids.device).cuda_stream, torch.is_inference_mode_enabled())
+        key = (
+            bucket,
+            columns,
+            layouts,
+            torch.cuda.current_stream(ids.device).cuda_stream,
+            torch.is_inference_mode_enabled(),
+        )
         captured = self._graphs.get(key)
         if captured is not None and captured.stale():
             self._graphs.clear()
@@ -277,17 +293,19 @@ class GraphedForward:
         return None
 
     def _buffers(self, bucket: int, columns: int, cache: PagedMLACache, device: torch.device) -> Captured:
-        integers = {"dtype": torch.int64, "device": device}
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         return Captured(
             graph=torch.cuda.CUDAGraph(),
-            input_ids=torch.zeros(bucket, 1, **integers),
-            position_ids=torch.zeros(bucket, 1, **integers),
+            input_ids=zeros(bucket, 1),
+            position_ids=zeros(bucket, 1),
             device_step=DeviceStep(
-                block_table=torch.zeros(bucket, columns, dtype=torch.int32, device=device),
-                kv_lens=torch.zeros(bucket, 1, dtype=torch.int32, device=device),
-                slot_mapping=torch.full((bucket,), -1, **integers),
+                block_table=zeros(bucket, columns, dtype=torch.int32),
+                kv_lens=zeros(bucket, 1, dtype=torch.int32),
+                slot_mapping=zeros(bucket).fill_(-1),
             ),
-            page_bases=torch.zeros(len(cache.layers), **integers),
+            page_bases=zeros(len(cache.layers)),
             bases=[],
             output=None,
             weights=[],

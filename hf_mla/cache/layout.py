@@ -43,4 +43,5 @@ class EntryLayout:
 
     def allocate(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Uninitialised pages [num_blocks, block_size, entry_values]; nothing may rely on what they hold."""
-        return torch.empty(num_blocks, self.block_size, self.entry_values, dtype=self.dtype, device=device)
+        with torch.inference_mode(False):  # else a cache begun in inference mode couldn't be written outside of it
+            return torch.empty(num_blocks, self.block_size, self.entry_values, dtype=self.dtype, device=device)

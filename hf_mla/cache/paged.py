@@ -6,7 +6,8 @@ Lengths have two meanings. `get_seq_length`, `get_mask_sizes`, `crop` and positi
 transformers cache does. Blocks, slots and kernel lengths speak stored tokens: masked columns take no memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -109,18 +110,36 @@ class PagedMLACache(Cache):
             ValueError: A batch or a mask that doesn't fit what the cache holds. The cache is unchanged.
             PoolExhausted: (a ValueError) `max_tokens` is reached. The cache is unchanged.
         """
-        past = self.table.length
+        self._check_batch(batch_size)
+        plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
+        new_kept, as_stored = self._read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
+        absorbed = as_stored and self.table.length > 0 and num_new <= max_absorbed
+        return self._book(new_kept, batch_size, num_new, absorbed, backend)
+
+    def _check_batch(self, batch_size: int) -> None:
         if self.table.batch_size not in (-1, batch_size):
             raise ValueError(
                 f"batch: the cache holds {self.table.batch_size} rows and was given {batch_size}; use a new cache, "
                 "reset() it, or change its rows with batch_select_indices or batch_repeat_interleave"
             )
-        plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
-        new_kept, as_stored = self._read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
+
+    def _book(
+        self,
+        new_kept: torch.Tensor | None,
+        batch_size: int,
+        num_new: int,
+        absorbed: bool = False,
+        backend: str = "auto",
+    ) -> StepPlan:
+        """Take blocks for the new columns, all or none of them."""
+        past = self.table.length
         extension = self.table.extend(new_kept, batch_size, num_new)
-        for layer in self.mla_layers:
-            layer.copy_blocks(extension.copies, self.table.allocator.num_blocks)
-        absorbed = as_stored and past > 0 and num_new <= max_absorbed
+        try:
+            for layer in self.mla_layers:
+                layer.copy_blocks(extension.copies, self.table.allocator.num_blocks)
+        except BaseException:  # out of device memory, say
+            self.table.undo(extension)
+            raise
         self._step = StepPlan(
             extension=extension,
             block_table=self.table.table,
@@ -164,7 +183,7 @@ class PagedMLACache(Cache):
         step, self._step = self._step, None
         if step is None or not failed:
             return
-        self.table.crop(step.extension.kv_lens.shape[1])
+        self.table.undo(step.extension)
         for layer in self.mla_layers:
             layer.length = min(layer.length, self.table.length)
 
@@ -191,7 +210,9 @@ class PagedMLACache(Cache):
         layer.prepare(key_states, value_states)
         step = self._step
         if step is None or layer.length == self.table.length:
-            step = self.begin_step(None, key_states.shape[0], key_states.shape[2])
+            # Stock attention on an unpatched model: it has a mask of its own, so every column is stored.
+            self._check_batch(key_states.shape[0])
+            step = self._book(None, key_states.shape[0], key_states.shape[2])
         layer.write(key_states, value_states, step)
         if step.history_slots is None:
             return key_states, value_states
@@ -212,31 +233,35 @@ class PagedMLACache(Cache):
             else:
                 layer.crop(-count)
 
-    def _select(self, indices: Sequence[int]) -> None:
+    def _change_rows(self, indices: Sequence[int], change: Callable[[Any], None]) -> None:
+        """Make row i the former row `indices[i]`, with `change` on the layers that aren't MLA."""
+        if not indices:  # no row is left, or none was there
+            self.reset()
+            return
         if self.table.length:
             self.table.select(indices)
+        for layer in self.layers:
+            if not isinstance(layer, PagedMLALayer):
+                change(layer)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i the former row `beam_idx[i]`, [B]; rows share blocks until one writes."""
-        self._select(beam_idx.tolist())
-        for layer in self.layers:
-            if not isinstance(layer, PagedMLALayer):
-                layer.reorder_cache(beam_idx)
+        self._change_rows(beam_idx.tolist(), lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` rows of each, next to each other, sharing blocks until one writes."""
-        self._select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
-        for layer in self.layers:
-            if not isinstance(layer, PagedMLALayer):
-                layer.batch_repeat_interleave(repeats)
+        rows = [row for row in range(max(self.batch_size, 0)) for _ in range(repeats)]
+        self._change_rows(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` ([n] int64, or [B] bool); blocks that nobody uses any more become free."""
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._select([row + self.batch_size if row < 0 else row for row in rows.tolist()])
-        for layer in self.layers:
-            if not isinstance(layer, PagedMLALayer):
-                layer.batch_select_indices(indices)
+        kept = indices
+        if indices.dtype == torch.bool:
+            if self.batch_size not in (-1, len(indices)):
+                raise ValueError(f"indices: {len(indices)} bool for {self.batch_size} rows; allowed: one for each row")
+            kept = indices.nonzero().flatten()
+        rows = [row + self.batch_size if row < 0 else row for row in kept.tolist()]
+        self._change_rows(rows, lambda layer: layer.batch_select_indices(indices))
 
     def reset(self) -> None:
         """Forget all tokens. The pool keeps its memory, all blocks free."""

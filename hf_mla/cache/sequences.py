@@ -70,7 +70,8 @@ class SequenceTable:
         width = max([1, *map(len, self.rows)])
         if self._table.shape != (len(self.rows), width):
             rows = [row + [WILD] * (width - len(row)) for row in self.rows]
-            self._table = torch.tensor(rows, dtype=torch.int32).view(len(self.rows), width)
+            with torch.inference_mode(False):  # else it could only be updated in inference mode
+                self._table = torch.tensor(rows, dtype=torch.int32).view(len(self.rows), width)
         return self._table
 
     def extend(self, new_kept: torch.Tensor | None, batch_size: int, num_new: int) -> Extension:
@@ -180,8 +181,21 @@ class SequenceTable:
         if not self.length:
             self.reset()
 
+    def undo(self, extension: Extension) -> None:
+        """Take back the last extension; rows that were to get a copy of a block share the block again."""
+        self.crop(extension.kv_lens.shape[1])
+        sources = {target: source for source, target in extension.copies}
+        for row in self.rows:
+            if row and row[-1] in sources:
+                source = sources[row[-1]]
+                self.allocator.retain([source])
+                self.allocator.release([row[-1]])
+                row[-1] = source
+
     def select(self, indices: Sequence[int]) -> None:
         """Make row i the former row `indices[i]`; rows may be repeated (they then share blocks) or left out.
+
+        Without any row left, the length goes back to 0 too: see `reset`.
 
         Raises:
             ValueError: An index that isn't a row.
@@ -189,6 +203,9 @@ class SequenceTable:
         for index in indices:
             if not 0 <= index < len(self.rows):
                 raise ValueError(f"indices: {index} is not a row of the cache; allowed: 0 to {len(self.rows) - 1}")
+        if not indices:
+            self.reset()
+            return
         old = self.rows
         self.rows = [list(old[i]) for i in indices]
         for row in self.rows:

@@ -142,7 +142,7 @@ def _decode_kernel(
     INDIRECT: pages_ptr points to the address of the pages, so that a captured graph can be replayed on others.
     """
     if INDIRECT:
-        pages_ptr = tl.multiple_of(tl.load(pages_ptr), 16).to(tl.pointer_type(q_ptr.dtype.element_ty))
+        pages_ptr = tl.multiple_of(tl.load(pages_ptr).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
     head_axis: tl.constexpr = 1 if HEADS_AS_COLUMNS else 0
     token_axis: tl.constexpr = 1 - head_axis
     one_page: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0

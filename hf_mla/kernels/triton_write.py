@@ -21,7 +21,7 @@ def _write_kernel(
 ):  # fmt: skip
     """One program copies one token's entry. INDIRECT: pages_ptr points to the address of the pages."""
     if INDIRECT:
-        pages_ptr = tl.multiple_of(tl.load(pages_ptr), 16).to(tl.pointer_type(ckv_ptr.dtype.element_ty))
+        pages_ptr = tl.multiple_of(tl.load(pages_ptr).to(tl.pointer_type(ckv_ptr.dtype.element_ty)), 16)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token * slot_st).to(tl.int64)
     if slot >= 0:
