@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy, v2_lite
 from benchmarks.kernel_profile import ProfiledSteps
-from benchmarks.records import Recorder, cache_bytes, table
+from benchmarks.records import Recorder, describe_cache, table
 
 CELLS = ("1x1000", "32x1000", "64x1000", "200x1000", "8x8192", "1x32768", "200x200-1800")
 TINY_CELLS = ("1x40", "4x40", "4x10-60")
@@ -139,6 +139,22 @@ def timed(model: PreTrainedModel, prompts: dict, mode: str, steps: int) -> tuple
     return clock, clock.stop(), output
 
 
+def paged_backend(model: PreTrainedModel, requested: str) -> str:
+    """The backend that the paged cache's eager steps use for this model."""
+    from hf_mla.kernels import resolve_backend
+
+    config = model.config
+    return resolve_backend(
+        requested,
+        device=model.device,
+        dtype=model.dtype,
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        block_size=64,
+    )
+
+
 def clear(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -158,7 +174,7 @@ def measure(model: PreTrainedModel, cell: Cell, mode: str, steps: int, floor: v2
         torch.cuda.reset_peak_memory_stats(device)
     clock, wall, output = timed(model, prompts, mode, steps)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    used, held = cache_bytes(output)
+    cache = describe_cache(output)
     del output
     _, short_wall, _ = timed(model, prompts, mode, SHORT_STEPS)
 
@@ -178,8 +194,7 @@ def measure(model: PreTrainedModel, cell: Cell, mode: str, steps: int, floor: v2
         "decode_tokens_per_s": cell.batch / median * 1000,
         "total_s": wall,
         "peak_bytes": peak,
-        "cache_bytes_used": used,
-        "cache_bytes_held": held,
+        **cache,
         "floor_ms": floor.step_ms(cell.batch, floor_tokens),
         "floor_bytes": floor.step_bytes(cell.batch, floor_tokens),
         "experts_expected": floor.expected_experts(cell.batch),
@@ -224,17 +239,19 @@ def run(options: argparse.Namespace) -> int:
     print(f"\n{parameters / 1e9:.2f} B parameters built in {time.perf_counter() - start:.1f} s", flush=True)
 
     for mode in [mode for mode in MODES if mode in options.modes]:
+        kernels = None
         if mode == "paged":
             import hf_mla
 
             hf_mla.patch(model, backend=options.backend)
+            kernels = paged_backend(model, options.backend)
         for cell in map(Cell.parse, options.cells):
             steps = max(options.steps or cell.steps(mode), SHORT_STEPS + 1)
             numbers = recorder.guarded(
                 f"{cell} {mode}", lambda c=cell, m=mode, s=steps: measure(model, c, m, s, floor)
             )
             if numbers is not None:
-                recorder.add("cell", cell=str(cell), mode=mode, bandwidth=bandwidth, **numbers)
+                recorder.add("cell", cell=str(cell), mode=mode, kernels=kernels, bandwidth=bandwidth, **numbers)
                 print(f"{cell} {mode}: {numbers['step_ms']:.2f} ms a step", flush=True)
             clear(device)
             if options.profile and numbers is not None:

@@ -84,15 +84,16 @@ class Recorder:
             return None
 
 
-def cache_bytes(output: object) -> tuple[int, int]:
-    """(bytes that the tokens take, bytes held) of the cache in generate's output, over all layers."""
+def describe_cache(output: object) -> dict[str, object]:
+    """Class of the cache in generate's output, bytes that its tokens take, and bytes it holds, over all layers."""
     # transformers 5.24 renamed the field.
     cache = output.cache if hasattr(output, "cache") else output.past_key_values
     if hasattr(cache, "memory_report"):
         report = cache.memory_report()
-        return report.bytes_used, report.bytes_pool
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return held, held
+        used, held = report.bytes_used, report.bytes_pool
+    else:
+        used = held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return {"cache": type(cache).__name__, "cache_bytes_used": used, "cache_bytes_held": held}
 
 
 def table(cells: list[dict]) -> str:
