@@ -59,7 +59,8 @@ class PagedMLACache(Cache):
         self.model_config = config.get_text_config(decoder=True) if config is not None else None
         max_blocks = None if max_tokens is None else -(-max_tokens // block_size)
         self.table = SequenceTable(block_size, max_blocks)
-        self._step: StepPlan | None = None
+        self._step: StepPlan | None = None  # between begin_step and end_step
+        self._plain_step: StepPlan | None = None  # the last one of an unpatched model
         super().__init__(layers=self._build_layers())
 
     def _new_layer(self, layer_idx: int) -> PagedMLALayer:
@@ -140,7 +141,7 @@ class PagedMLACache(Cache):
         except BaseException:  # out of device memory, say
             self.table.undo(extension)
             raise
-        self._step = StepPlan(
+        return StepPlan(
             extension=extension,
             block_table=self.table.table,
             history_slots=self.table.slots_of_columns() if past and not absorbed else None,
@@ -148,7 +149,6 @@ class PagedMLACache(Cache):
             num_blocks=self.table.allocator.num_blocks,
             backend=backend,
         )
-        return self._step
 
     def _read_mask(
         self, attention_mask: torch.Tensor | None, batch_size: int, num_new: int
@@ -219,6 +219,12 @@ class PagedMLACache(Cache):
         ckv, k_pe = layer.history(step)
         return ckv.to(key_states.dtype), k_pe.to(value_states.dtype)
 
+    def _unplanned_step(self, layer: PagedMLALayer, key_states: torch.Tensor) -> StepPlan:
+        """The step of a model that isn't patched: its first layer opens it, and every column is stored."""
+        if self._plain_step is None or layer.length == self.table.length:
+            self._plain_step = self._plan_step(None, key_states.shape[0], key_states.shape[2], 0, "auto")
+        return self._plain_step
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns of every row; 0 removes none.
 
@@ -265,7 +271,7 @@ class PagedMLACache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens. The pool keeps its memory, all blocks free."""
-        self._step = None
+        self._step = self._plain_step = None
         self.table.reset()
         for layer in self.layers:
             if isinstance(layer, PagedMLALayer):
