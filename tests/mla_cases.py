@@ -44,7 +44,7 @@ def make(
     lens, *, q_len=1, heads=4, rank=128, rope=64, block=16, dtype=torch.float32, device="cpu", scale=1.0, spare=3,
     entry=None, table_dtype=torch.int32, seed=0,
 ) -> Inputs:  # fmt: skip
-    """Random inputs: row b stores lens[b] tokens, its queries are its last ones; `scale` multiplies queries and keys."""
+    """Random inputs: row b stores lens[b] tokens, queried by its last; `scale` multiplies queries and keys."""
     cpu = torch.Generator().manual_seed(seed)
     batch, columns = len(lens), max(1, max(-(-n // block) for n in lens)) + 1
     blocks = batch * columns + spare
