@@ -44,16 +44,15 @@ class PatchKey:
 
 @dataclass
 class ActiveStep:
-    """The forward pass that this thread is in."""
+    """A forward pass that this thread is in."""
 
-    key: PatchKey
     cache: PagedMLACache
     plan: StepPlan
 
 
 class _Active(threading.local):
     def __init__(self) -> None:
-        self.steps: list[ActiveStep | None] = []
+        self.steps: dict[PatchKey, ActiveStep] = {}  # a decoder never runs inside itself, so one a decoder is enough
 
 
 _active = _Active()
@@ -61,8 +60,8 @@ _active = _Active()
 
 def absorbed_step(key: PatchKey) -> ActiveStep | None:
     """This thread's step of the decoder that `key` stands for, if it is absorbed."""
-    step = _active.steps[-1] if _active.steps else None
-    return step if step is not None and step.plan.absorbed and step.key is key else None
+    step = _active.steps.get(key)
+    return step if step is not None and step.plan.absorbed else None
 
 
 class StepHooks:
@@ -79,7 +78,7 @@ class StepHooks:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Plan the step where the call brings a PagedMLACache."""
-        _active.steps.append(None)
+        _active.steps.pop(self.key, None)  # left behind where a KeyboardInterrupt skipped `after`
         call = compat.bind_forward(module, args, kwargs)
         cache = call["cache"]
         if not isinstance(cache, PagedMLACache):
@@ -102,15 +101,15 @@ class StepHooks:
             max_absorbed=0 if wants_weights else MAX_ABSORBED_COLUMNS,
             backend=self.config.backend,
         )
-        _active.steps[-1] = ActiveStep(self.key, cache, plan)
-        if not plan.absorbed or "attention_mask" not in kwargs:
+        _active.steps[self.key] = ActiveStep(cache, plan)
+        if not plan.absorbed or args:
             return None
         # Lengths say all that the mask said. A prepared (4D) mask is passed through as it is, so none is built.
         return args, {**kwargs, "attention_mask": inputs.new_empty((1, 1, 1, 1), dtype=torch.bool)}
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Drop the plan; `output` is None where the forward raised."""
-        step = _active.steps.pop() if _active.steps else None
+        step = _active.steps.pop(self.key, None)
         if step is not None:
             step.cache.end_step(failed=output is None)
 

@@ -22,7 +22,18 @@ CACHE_IMPLEMENTATION = "paged_mla"
 MAX_RESERVED_NEW_TOKENS = 4096
 
 
-def _make_cache(model: Any, model_kwargs: dict, batch_size: int, max_length: int, expand: int) -> PagedMLACache:
+def _rows_of(generation_config: Any, model_kwargs: dict, batch_size: int, max_length: int) -> list[int]:
+    """Stored tokens that each row will have in the end, as far as memory is taken ahead for them."""
+    mask = model_kwargs.get("attention_mask")  # already repeated for beams and several sequences; None where all ones
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        new = min(max(max_length - mask.shape[1], 0), MAX_RESERVED_NEW_TOKENS)
+        return [tokens + new for tokens in mask.sum(1).tolist()]
+    rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    beyond = max((generation_config.max_new_tokens or max_length) - MAX_RESERVED_NEW_TOKENS, 0)
+    return [max(max_length - beyond, 0)] * rows
+
+
+def _make_cache(model: Any, generation_config: Any, model_kwargs: dict, batch_size: int, max_length: int) -> Any:
     bindings = find_bindings(model)
     if not bindings:
         raise ValueError(
@@ -40,11 +51,7 @@ def _make_cache(model: Any, model_kwargs: dict, batch_size: int, max_length: int
         dtype=options.cache_dtype,
         max_tokens=options.max_tokens,
     )
-    mask = model_kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        columns, kept = mask.shape[1], mask.sum(1).tolist()
-        new = min(max(max_length - columns, 0), MAX_RESERVED_NEW_TOKENS)
-        cache.reserve_tokens([int(tokens) + new for tokens in kept for _ in range(expand)])
+    cache.reserve_tokens(_rows_of(generation_config, model_kwargs, batch_size, max_length))
     return cache
 
 
@@ -58,8 +65,7 @@ def _wrap(original: Any) -> Any:
                 generation_config.cache_implementation = None
             return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_length)
         if model_kwargs.get(compat.CACHE_NAME) is None:
-            expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            cache = _make_cache(self, model_kwargs, batch_size, max_length, expand)
+            cache = _make_cache(self, generation_config, model_kwargs, batch_size, max_length)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             model_kwargs[compat.CACHE_NAME] = cache

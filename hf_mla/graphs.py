@@ -1,11 +1,12 @@
 """The decode step in a CUDA graph: one launch instead of the few thousand that Python would issue.
 
-A graph is captured the first time that a batch size (rounded up to a bucket) and a table width (a power of two) decode,
-in a fraction of a second and without torch.compile, and is kept for later calls. What changes from step to step lives in
-fixed buffers that are refreshed before each replay: token, position, stored length, slot and block table of each row, and
-the address of each layer's pages, which the kernels read from memory, so that a graph serves any cache of its layout.
+A graph is captured the first time that a batch size (rounded up to a bucket) and a table width (a power of two)
+decode, in a fraction of a second and without torch.compile, and is kept for later calls. What changes from step to
+step lives in fixed buffers that are refreshed before each replay: token, position, stored length, slot and block table
+of each row, and the address of each layer's pages, which the kernels read from memory, so that a graph serves any
+cache of its layout.
 
-    b rows of the bucket, M table columns; rows beyond the batch repeat the last one's token, store nothing, see nothing
+    b rows of the bucket, M table columns; rows beyond the batch repeat the last one's token, store and see nothing
 
 A step that can't be captured runs eagerly, and the reason is logged once.
 """
@@ -144,7 +145,8 @@ class GraphedForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.replaced or type(self.module()).forward.__get__(self.module()))
+        module: Any = self.module()
+        return inspect.signature(self.replaced or type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's forward: a replay where the step allows it, else what was there before."""
@@ -198,13 +200,7 @@ class GraphedForward:
             layer.grow(plan.num_blocks)
         layouts = tuple(layer.layout for layer in cache.mla_layers)
         bucket, columns = bucket_of(ids.shape[0]), columns_of(plan.block_table.shape[1])
-        key = (
-            bucket,
-            columns,
-            layouts,
-            torch.cuda.current_stream(ids.device).cuda_stream,
-            torch.is_inference_mode_enabled(),
-        )
+        key = (bucket, columns, layouts, torch.cuda.current_stream(ids.device).cuda_stream)
         captured = self._graphs.get(key)
         if captured is not None and captured.stale():
             self._graphs.clear()
@@ -242,7 +238,7 @@ class GraphedForward:
         target.block_table[:rows, : plan.block_table.shape[1]].copy_(plan.block_table)
         target.kv_lens[:rows].copy_(plan.extension.kv_lens)
         target.slot_mapping[:rows].copy_(plan.extension.slot_mapping)
-        bases = [layer.pages.data_ptr() if isinstance(layer, PagedMLALayer) else 0 for layer in step.cache.layers]
+        bases = [layer.address if isinstance(layer, PagedMLALayer) else 0 for layer in step.cache.layers]
         if bases != captured.bases:
             captured.page_bases.copy_(torch.tensor(bases, dtype=torch.int64))
             captured.bases = bases
@@ -294,7 +290,8 @@ class GraphedForward:
 
     def _buffers(self, bucket: int, columns: int, cache: PagedMLACache, device: torch.device) -> Captured:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # refreshed outside inference mode too
+                return torch.zeros(shape, dtype=dtype, device=device)
 
         return Captured(
             graph=torch.cuda.CUDAGraph(),

@@ -60,6 +60,11 @@ class PagedMLALayer(CacheLayerMixin):
         self.pages = self.layout.allocate(0, self.device)
         self.is_initialized = True
 
+    @property
+    def address(self) -> int:
+        """Where the pages lie; changes when they grow."""
+        return 0 if self.pages is None else self.pages.data_ptr()
+
     def prepare(self, ckv: torch.Tensor, k_pe: torch.Tensor) -> None:
         """Initialise at the first call, and check that later latents fit.
 

@@ -44,5 +44,4 @@ class EntryLayout:
     def allocate(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Uninitialised pages [num_blocks, block_size, entry_values]; nothing may rely on what they hold."""
         with torch.inference_mode(False):  # else a cache begun in inference mode couldn't be written outside of it
-            with torch.inference_mode(False):  # a tensor made in inference mode can't be written outside it later
             return torch.empty(num_blocks, self.block_size, self.entry_values, dtype=self.dtype, device=device)

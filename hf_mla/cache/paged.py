@@ -115,7 +115,8 @@ class PagedMLACache(Cache):
         plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
         new_kept, as_stored = self._read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
         absorbed = as_stored and self.table.length > 0 and num_new <= max_absorbed
-        return self._book(new_kept, batch_size, num_new, absorbed, backend)
+        self._step = self._book(new_kept, batch_size, num_new, absorbed, backend)
+        return self._step
 
     def _check_batch(self, batch_size: int) -> None:
         if self.table.batch_size not in (-1, batch_size):
@@ -208,11 +209,7 @@ class PagedMLACache(Cache):
         if not isinstance(layer, PagedMLALayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         layer.prepare(key_states, value_states)
-        step = self._step
-        if step is None or layer.length == self.table.length:
-            # Stock attention on an unpatched model: it has a mask of its own, so every column is stored.
-            self._check_batch(key_states.shape[0])
-            step = self._book(None, key_states.shape[0], key_states.shape[2])
+        step = self._unplanned_step(layer, key_states) if self._step is None else self._step
         layer.write(key_states, value_states, step)
         if step.history_slots is None:
             return key_states, value_states
@@ -222,7 +219,8 @@ class PagedMLACache(Cache):
     def _unplanned_step(self, layer: PagedMLALayer, key_states: torch.Tensor) -> StepPlan:
         """The step of a model that isn't patched: its first layer opens it, and every column is stored."""
         if self._plain_step is None or layer.length == self.table.length:
-            self._plain_step = self._plan_step(None, key_states.shape[0], key_states.shape[2], 0, "auto")
+            self._check_batch(key_states.shape[0])
+            self._plain_step = self._book(None, key_states.shape[0], key_states.shape[2])
         return self._plain_step
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -39,7 +39,7 @@ class StepPlan:
         absorbed: Attention reads the pages with absorbed weights; latents are passed on unexpanded.
         num_blocks: Blocks each layer's pages must have.
         backend: Kernels asked for.
-        page_bases: [layers] int64 on the device, addresses of the pages, where a captured graph reads them from memory.
+        page_bases: [layers] int64 on the device, the pages' addresses, where a captured graph reads them from memory.
     """
 
     extension: Extension
