@@ -27,10 +27,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+# In place of this folder, whose kernels.py would hide the kernels package that transformers looks for.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy, v2_lite
 from benchmarks.kernel_profile import ProfiledSteps
