@@ -98,7 +98,10 @@ print(json.dumps(events))
 
 
 def test_required_transformers_begins_where_the_tests_do():
-    requirements = [Requirement(line) for line in importlib.metadata.requires("hf_mla") or []]
+    try:
+        requirements = [Requirement(line) for line in importlib.metadata.requires("hf_mla") or []]
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("hf_mla runs from its source tree")
     specifier = next(requirement.specifier for requirement in requirements if requirement.name == "transformers")
     assert specifier.contains(compat.OLDEST) and specifier.contains(compat.NEWEST)
     major, minor, patch = map(int, compat.OLDEST.split("."))
