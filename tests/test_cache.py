@@ -52,7 +52,7 @@ def entries(cache, row, layer=0):
 
 
 def poison(cache):
-    """NaN in every value of the pages that holds no token: free blocks, block 0, tails of blocks, padding of entries."""
+    """NaN in every value of the pages that holds no token: free blocks, block 0, tails of blocks, padding."""
     for layer in cache.mla_layers:
         used = torch.zeros(layer.pages.shape, dtype=torch.bool)
         for row, stored in zip(cache.table.rows, cache.table.stored, strict=True):

@@ -13,8 +13,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import hf_mla
 from hf_mla import PagedMLACache, PoolExhausted, compat
 
-INTERRUPTS = pytest.mark.xfail(strict=True, reason="torch runs always_call hooks after an Exception, not after Ctrl-C")
-
 
 @pytest.fixture(scope="module")
 def stock():
@@ -83,7 +81,7 @@ def test_copy_on_write_counts_towards_the_limit(model):
     assert_unchanged(cache, before)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=INTERRUPTS)])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("past", [0, 20])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_forward_that_fails_halfway_can_be_tried_again(stock, model, layer, past, error):
@@ -104,14 +102,15 @@ def test_a_forward_that_fails_halfway_can_be_tried_again(stock, model, layer, pa
     with pytest.raises(error, match="once"):
         run(model, cache, ids[:, past:], mask)
     handle.remove()
-    if past:
-        assert_unchanged(cache, before)
-    assert [cache.get_seq_length(i) for i in range(3)] == [past] * 3
+    if error is RuntimeError:  # torch runs no hooks for a KeyboardInterrupt: that pass is undone when the next begins
+        assert [cache.get_seq_length(i) for i in range(3)] == [past] * 3
+        assert not past or assert_unchanged(cache, before) is None
     got, expected = run(model, cache, ids[:, past:], mask), run(stock, reference, ids[:, past:], mask)
     assert relative_error(got, expected) < TOLERANCE
+    cache.table.check()
 
 
-@INTERRUPTS
+@pytest.mark.xfail(strict=True, reason="a pass that a KeyboardInterrupt left open holds its cache until the next")
 def test_an_interrupted_forward_keeps_no_cache_alive(model):
     cache = paged()
 

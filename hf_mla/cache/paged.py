@@ -111,6 +111,7 @@ class PagedMLACache(Cache):
             ValueError: A batch or a mask that doesn't fit what the cache holds. The cache is unchanged.
             PoolExhausted: (a ValueError) `max_tokens` is reached. The cache is unchanged.
         """
+        self.end_step(failed=True)  # of a pass that a KeyboardInterrupt left open: torch runs no hooks for it
         self._check_batch(batch_size)
         plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
         new_kept, as_stored = self._read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
