@@ -47,8 +47,9 @@ is 4821." written over running text, and repeated later. Weights: Apache 2.0, as
 
 ## Training
 
-{minutes:.1f} minutes on {hardware} ({versions}): {steps:,} steps, {tokens:,} tokens in rows of 128 to {longest}, bf16
-weights with float32 masters, AdamW, experts as {experts}. Kept: {checkpoint}, the best by held-out loss and recall.
+{minutes:.1f} minutes on {hardware} ({versions}): {steps:,} steps, {tokens:,} tokens in rows of 64 to {longest}, bf16
+weights with float32 masters, Muon and AdamW, experts as {experts}. Kept: {checkpoint}, the best by
+held-out loss and recall.
 
 ## Measured
 

@@ -59,32 +59,69 @@ def add_dropout(model: DeepseekV2ForCausalLM, rate: float) -> None:
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: dropout(out, rate, module.training))
 
 
-class MasterAdamW:
-    """AdamW on float32 copies of the weights, which stay in the dtype they are shipped in (bf16 on a GPU).
+class MixedOptimizer:
+    """Muon for the matrices, AdamW for embeddings, routers and norms; on float32 copies of the weights.
 
-    Autocast would leave the experts' grouped products in float32, which has no CUDA kernel.
+    The weights themselves stay in the dtype they are shipped in (bf16 on a GPU): autocast would leave the experts'
+    grouped products in float32, which has no CUDA kernel. Muon (Jordan et al., 2024) finds recall in far fewer steps
+    than AdamW alone.
     """
 
+    MUON_LR = 0.02
+    MUON_DECAY = 0.01
+    MOMENTUM = 0.95
+
     def __init__(self, model: torch.nn.Module, lr: float, device: str) -> None:
-        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
-        self.masters = [weight.detach().float().clone() for weight in self.weights]
-        groups = [
-            {"params": [master for master in self.masters if master.ndim > 1], "weight_decay": 0.1},
-            {"params": [master for master in self.masters if master.ndim == 1], "weight_decay": 0.0},
-        ]
+        self.lr = lr
+        self.weights: list[torch.Tensor] = []
+        self.masters: list[torch.Tensor] = []
+        adam: dict[float, list[torch.Tensor]] = {0.0: [], 0.1: []}
+        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        for name, weight in model.named_parameters():
+            master = weight.detach().float().clone()
+            self.weights.append(weight)
+            self.masters.append(master)
+            if weight.ndim == 1:
+                adam[0.0].append(master)
+            elif "embed" in name or "lm_head" in name or name.endswith("mlp.gate.weight"):
+                adam[0.1].append(master)
+            else:
+                by_shape.setdefault(weight.shape, []).append(master)
+        self.matrices = [(group, torch.zeros_like(torch.stack(group))) for group in by_shape.values()]
+        groups = [{"params": params, "weight_decay": decay} for decay, params in adam.items()]
         self.adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device.startswith("cuda"))
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One clipped step with learning rate `lr`; clears the gradients."""
+    def step(self, scale: float) -> None:
+        """One clipped step with `scale` (0..1) times the peak learning rates; clears the gradients."""
         for master, weight in zip(self.masters, self.weights, strict=True):
             master.grad = weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.lr * scale
         self.adamw.step()
+        for masters, momentum in self.matrices:
+            grads = torch.stack([master.grad for master in masters])
+            momentum.lerp_(grads, 1 - self.MOMENTUM)
+            update = orthogonalise(grads.lerp(momentum, self.MOMENTUM))
+            rate = self.MUON_LR * scale
+            size = max(1.0, update.shape[-2] / update.shape[-1]) ** 0.5
+            torch._foreach_mul_(masters, 1 - rate * self.MUON_DECAY)
+            torch._foreach_add_(masters, list(update.float().unbind()), alpha=-rate * size)
         torch._foreach_copy_(self.weights, self.masters)
+
+
+def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
+    """Nearest semi-orthogonal matrices, roughly, to [..., rows, columns]: five Newton-Schulz steps as in Muon."""
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.mT if tall else x
 
 
 def choose_experts(model: DeepseekV2ForCausalLM, ids: torch.Tensor) -> str:

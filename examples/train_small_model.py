@@ -7,7 +7,7 @@ copyright). Make the file, one verse a line with its reference, and train on a G
     python examples/train_small_model.py --text kjv.txt
 
 Three kinds of rows share a batch: running text (language), running text with numbers to remember (recall), and
-repeated random tokens (an early lesson in looking back). Rows grow from 128 to 4096 tokens, each time that recall has
+repeated random tokens (an early lesson in looking back). Rows grow from 64 to 4096 tokens, each time that recall has
 been learnt at the length before. Text is shared out so that it is read `--text-epochs` times, however fast the
 machine is; the schedule follows the clock, so that training ends after `--minutes`. The checkpoint with the best
 held-out loss and recall is saved.
@@ -27,14 +27,14 @@ import torch
 from recall import build_recall_prompts, recall_accuracy, text_loss
 from small_model_card import HELD_OUT_FILE, finish
 from small_model_data import BatchMaker, Rows, encode_stream, read_chapters, split_by_books, train_tokenizer
-from small_model_tools import MasterAdamW, Routing, add_dropout, choose_experts, safe_attention
+from small_model_tools import MixedOptimizer, Routing, add_dropout, choose_experts, safe_attention
 from torch.nn.functional import cross_entropy
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, GenerationConfig
 
 MAX_LENGTH = 4096
-LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 LEARNT = 0.3  # recall loss (nats a token) at which rows grow: most digits are right. Guessing gives 1.3
-COPY_LEVELS = 2  # lengths at which rows of repeated tokens are mixed in
+COPY_LEVELS = 3  # lengths at which rows of repeated tokens are mixed in
 MAX_FACTS = 24
 LOSS_WEIGHTS = {"text": 1.0, "recall": 1.0, "copy": 0.25, "balance": 0.01}
 
@@ -45,8 +45,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "small_model", help="folder to write")
     parser.add_argument("--minutes", type=float, default=4.5, help="time for training, evaluations included")
     parser.add_argument("--batch-tokens", type=int, default=32768, help="tokens of a step")
-    parser.add_argument("--text-epochs", type=float, default=50, help="times that the training text is read")
-    parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate")
+    parser.add_argument("--text-epochs", type=float, default=30, help="times that the training text is read")
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate of AdamW")
     parser.add_argument("--dropout", type=float, default=0.1, help="dropout of what each sublayer adds")
     parser.add_argument("--eval-seconds", type=float, default=20, help="time between evaluations")
     parser.add_argument("--eval-prompts", type=int, default=16, help="recall prompts for each depth")
@@ -149,11 +149,11 @@ class Composer:
         return parts
 
 
-def learning_rate(progress: float, peak: float) -> float:
-    """Warm-up over 2 % of the time, then a cosine down to a hundredth."""
+def learning_rate(progress: float) -> float:
+    """Share of the peak rate: warm-up over 2 % of the time, then a cosine down to a hundredth."""
     if progress < 0.02:
-        return peak * (progress + 1e-3) / 0.021
-    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+        return (progress + 1e-3) / 0.021
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
 @dataclass
@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, model: DeepseekV2ForCausalLM, tokenizer: Any
     routing.watch(model)
     experts = choose_experts(model, maker.text(2, 256).ids)
     add_dropout(model, args.dropout)
-    optimizer = MasterAdamW(model, args.lr, args.device)
+    optimizer = MixedOptimizer(model, args.lr, args.device)
     prompts = build_recall_prompts(
         tokenizer, held_out, length=min(1000, args.max_length - 24), per_depth=args.eval_prompts, seed=1
     )
@@ -193,7 +193,7 @@ def train(args: argparse.Namespace, model: DeepseekV2ForCausalLM, tokenizer: Any
         parts = composer.compose(progress)
         losses = losses_of(model, parts, routing)
         total(losses).backward()
-        optimizer.step(learning_rate(progress, args.lr))
+        optimizer.step(learning_rate(progress))
         step, tokens = step + 1, tokens + sum(rows.ids.numel() for rows in parts.values())
         for kind, loss in losses.items():
             sums.setdefault(kind, []).append(loss.detach())
