@@ -62,7 +62,6 @@ def test_beams_share_blocks_and_free_every_one() -> None:
     assert not table.allocator.users
 
 
-@pytest.mark.xfail(strict=True, reason="rows that generate has already repeated are counted num_beams times again")
 @pytest.mark.parametrize("mode", [{"num_beams": 4}, {"num_return_sequences": 4, "do_sample": True}])
 def test_pool_is_no_larger_than_the_rows_need(mode: dict[str, Any]) -> None:
     inputs = prompts([BLOCK, 2 * BLOCK])
