@@ -229,17 +229,19 @@ def report(records: list[dict], names: list[str]) -> str:
 
 def sweep_configs(heads: int) -> list:
     """Candidates for 16 and for 128 heads: tile, warps, stages, heads as rows or as columns."""
-    from hf_mla.kernels.triton_decode import DecodeConfig as C
+    from hf_mla.kernels.triton_plan import DecodeConfig as C
 
     few = [
-        C(16, 64, 4, 2, True), C(16, 64, 8, 2, True), C(16, 128, 8, 1, True), C(16, 64, 4, 1, True),
-        C(16, 16, 4, 3), C(16, 32, 4, 2), C(16, 32, 4, 3), C(16, 32, 8, 3), C(16, 32, 4, 4), C(16, 64, 4, 2),
-        C(16, 64, 8, 2), C(16, 64, 4, 3), C(16, 64, 8, 3), C(64, 64, 8, 2),
+        C(16, 64, 8, 2, True, True), C(16, 64, 4, 2, True, True), C(64, 64, 8, 2, True, True),
+        C(16, 64, 4, 2, True), C(16, 64, 8, 2, True), C(16, 32, 4, 2, programs_per_sm=3),
+        C(16, 32, 4, 3, programs_per_sm=2), C(16, 32, 8, 3, programs_per_sm=2), C(16, 32, 4, 4),
+        C(16, 64, 4, 2, programs_per_sm=2), C(16, 64, 8, 2, programs_per_sm=2), C(16, 64, 4, 3), C(16, 64, 8, 3),
+        C(16, 16, 4, 4, programs_per_sm=3), C(64, 32, 8, 3),
     ]  # fmt: skip
     many = [
-        C(64, 64, 8, 2), C(64, 64, 8, 2, True), C(64, 64, 4, 2), C(64, 32, 8, 2), C(64, 32, 8, 3), C(64, 32, 4, 3),
-        C(32, 64, 8, 2, True), C(32, 64, 4, 2, True), C(16, 64, 4, 2, True), C(128, 32, 8, 2), C(64, 64, 16, 2),
-        C(128, 64, 16, 1),
+        C(64, 64, 8, 2, True, True), C(32, 64, 8, 2, True, True), C(32, 64, 4, 2, True, True),
+        C(16, 64, 8, 2, True, True), C(64, 64, 8, 2), C(64, 64, 8, 2, True), C(64, 32, 8, 2), C(64, 32, 8, 3),
+        C(64, 32, 4, 3), C(32, 64, 8, 2, True), C(128, 32, 8, 2),
     ]  # fmt: skip
     return few if heads <= 16 else many
 

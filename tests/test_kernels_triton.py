@@ -11,7 +11,9 @@ from hf_mla import kernels
 triton_decode = pytest.importorskip("hf_mla.kernels.triton_decode")
 triton_write = pytest.importorskip("hf_mla.kernels.triton_write")
 
-Config = triton_decode.DecodeConfig
+triton_plan = pytest.importorskip("hf_mla.kernels.triton_plan")
+
+Config = triton_plan.DecodeConfig
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S = 16
 LENGTHS = [0, 1, S - 1, S, S + 1, 2 * S, 117]
@@ -41,7 +43,7 @@ def test_shapes(heads, q_len, rank, rope, dtype):
     check(x, *run(x))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, triton_decode.MAX_SPLITS])
+@pytest.mark.parametrize("splits", [1, 2, 8, triton_plan.MAX_SPLITS])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_splits_and_configs(splits, columns, block_n):
@@ -123,8 +125,8 @@ def test_write_is_exact_and_touches_nothing_else(rank, rope):
 def test_split_choice():
     """One slice when the rows fill the machine; many for one long row; never more than tiles."""
     config = Config(16, 64, 4, 2)
-    assert triton_decode.choose_splits(256, 16, 1024, config, 132) == 1
-    assert 48 <= triton_decode.choose_splits(1, 16, 32768, config, 132) <= triton_decode.MAX_SPLITS
-    assert triton_decode.choose_splits(1, 16, 100, config, 132) <= 2
-    assert triton_decode.choose_splits(32, 16, 4096, config, 132) == 4
-    assert triton_decode.choose_splits(0, 16, 0, config, 132) == 1
+    assert triton_plan.choose_splits(256, 16, 1024, config, 132) == 1
+    assert 48 <= triton_plan.choose_splits(1, 16, 32768, config, 132) <= triton_plan.MAX_SPLITS
+    assert triton_plan.choose_splits(1, 16, 100, config, 132) <= 2
+    assert triton_plan.choose_splits(32, 16, 4096, config, 132) == 4
+    assert triton_plan.choose_splits(0, 16, 0, config, 132) == 1

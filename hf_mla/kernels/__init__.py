@@ -231,10 +231,7 @@ def plan(
     if name == "triton":
         from . import triton_decode
 
-        rows = step.q_len * num_heads
-        return DecodePlan(
-            name, problem, step, triton_decode.plan_splits(step.batch, rows, step.max_len, dtype, problem.device)
-        )
+        return DecodePlan(name, problem, step, triton_decode.plan_splits(problem, step))
     return DecodePlan(name, problem, step)
 
 

@@ -17,76 +17,23 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from .problem import Problem, Step
+from .triton_plan import (
+    DecodeConfig,
+    choose_splits,
+    hopper_buffers,
+    hopper_serves,
+    multiprocessors,
+    pick_config,
+    rank_pieces,
+)
+
 LOG2E = 1.4426950408889634
-MAX_SPLITS = 128
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """How one program works: its tile (query rows x tokens), warps, pipeline stages, and the orientation."""
-
-    block_h: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    heads_as_columns: bool = False
-
-
-# (most query rows, bytes a value) -> config. The first entry with enough rows wins; the last serves any number of rows
-# in tiles.
-CONFIGS: dict[tuple[int, int], DecodeConfig] = {
-    (16, 2): DecodeConfig(16, 64, 4, 2, heads_as_columns=True),
-    (32, 2): DecodeConfig(32, 64, 8, 2, heads_as_columns=True),
-    (1 << 30, 2): DecodeConfig(64, 64, 8, 2),
-    (1 << 30, 4): DecodeConfig(16, 16, 4, 2),
-}
-
-
-def pick_config(query_rows: int, dtype: torch.dtype) -> DecodeConfig:
-    """The tuned config for `query_rows` = Sq * H rows of `dtype`."""
-    return next(c for (rows, size), c in CONFIGS.items() if size == dtype.itemsize and query_rows <= rows)
-
-
-@lru_cache
-def _slots(device: torch.device) -> int:
-    """Programs that run at once: one per SM, since a pipelined latent tile fills the shared memory."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def choose_splits(batch: int, query_rows: int, max_len: int, config: DecodeConfig, slots: int) -> int:
-    """Number of slices of the tokens that minimises a small model of the time, its unit one tile's read at full load.
-
-    A wave of programs takes its tiles' read time (shared by the programs that run) or their arithmetic, whichever is
-    longer, plus a fixed start; more than one slice costs a merge that grows slowly with their number.
-    """
-    row_tiles = triton.cdiv(query_rows, config.block_h)
-    tiles = max(1, triton.cdiv(max_len, config.block_n))
-    compute = 0.6 if config.block_h <= 16 else 0.9
-
-    def cost(splits: int) -> float:
-        programs = batch * row_tiles * splits
-        full, rest = divmod(programs, slots)
-        share = triton.cdiv(tiles, splits)
-        waves = full * max(compute, 1.0 / row_tiles) + (max(compute, rest / slots / row_tiles) if rest else 0.0)
-        starts = (full + (rest > 0)) * 1.0
-        return waves * share + starts + (2.0 + splits / 128 if splits > 1 else 0.0)
-
-    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost) if batch and query_rows else 1
-
-
-def _pieces(rank: int) -> tuple[int, int]:
-    """`rank` as one or two power-of-two pieces (the second masked if need be): tiles have power-of-two sides."""
-    first = 1 << (rank.bit_length() - 1)
-    if first < 16:
-        return 16, 0
-    return first, 0 if first == rank else max(16, triton.next_power_of_2(rank - first))
 
 
 @triton.jit
@@ -264,9 +211,21 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def plan_splits(batch: int, query_rows: int, max_len: int, dtype: torch.dtype, device: torch.device) -> int:
+def plan_splits(problem: Problem, step: Step) -> int:
     """The split count for one step; see `choose_splits`."""
-    return choose_splits(batch, query_rows, max_len, pick_config(query_rows, dtype), _slots(device))
+    rows = step.q_len * problem.num_heads
+    hopper = hopper_serves(
+        problem.device, problem.dtype, problem.kv_lora_rank, problem.qk_rope_head_dim, problem.block_size
+    )
+    config = pick_config(rows, problem.dtype, hopper)
+    return choose_splits(step.batch, rows, step.max_len, config, multiprocessors(problem.device))
+
+
+def _default_config(pages: torch.Tensor, rows: int, rank: int, rope: int) -> DecodeConfig:
+    """triton_hopper's kernel copies 16 bytes at a time, so entries must start on such boundaries."""
+    aligned = pages.stride(0) % 16 == 0 and pages.stride(1) % 8 == 0 and pages.data_ptr() % 16 == 0
+    hopper = aligned and hopper_serves(pages.device, pages.dtype, rank, rope, pages.shape[1])
+    return pick_config(rows, pages.dtype, hopper)
 
 
 def decode(
@@ -292,23 +251,35 @@ def decode(
     lse = q_latent.new_empty(batch, q_len, heads, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    config = config or pick_config(rows, q_latent.dtype)
+    config = config or _default_config(pages, rows, rank, rope)
     part, part_lse = out, lse
     if splits > 1:
         part = q_latent.new_empty(batch, splits, rows, rank, dtype=torch.float32)
         part_lse = q_latent.new_empty(batch, splits, rows, dtype=torch.float32)
-    first, second = _pieces(rank)
+    grid = triton.cdiv(rows, config.block_h), splits, batch
+    arguments = (
+        q_latent, q_pe, pages if base is None else base, block_table, kv_lens, part, part_lse,
+        sm_scale * LOG2E, heads, rows, splits,
+        *q_latent.stride()[:3], *q_pe.stride()[:3], pages.stride(0), block_table.stride(0), *kv_lens.stride(),
+    )  # fmt: skip
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
-        _decode_kernel[(triton.cdiv(rows, config.block_h), splits, batch)](
-            q_latent, q_pe, pages if base is None else base, block_table, kv_lens, part, part_lse,
-            sm_scale * LOG2E, heads, rows, splits,
-            *q_latent.stride()[:3], *q_pe.stride()[:3], pages.stride(0), block_table.stride(0), *kv_lens.stride(),
-            ENTRY=pages.stride(1), RANK=rank, R0=first, R1=second, ROPE=rope,
-            ROPE_PAD=max(16, triton.next_power_of_2(rope)), BLOCK_SIZE=pages.shape[1],
-            BLOCK_H=config.block_h, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
-            HEADS_AS_COLUMNS=config.heads_as_columns, PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-            INDIRECT=base is not None, num_warps=config.num_warps,
-        )  # fmt: skip
+        if config.gluon:
+            from . import triton_hopper
+
+            triton_hopper.decode_kernel[grid](
+                *arguments, ENTRY=pages.stride(1), R=rank, P=rope, S=pages.shape[1], BLOCK_H=config.block_h,
+                BLOCK_N=config.block_n, BUFFERS=hopper_buffers(config, rank, rope), INDIRECT=base is not None,
+                WARPS=config.num_warps, num_warps=config.num_warps,
+            )  # fmt: skip
+        else:
+            first, second = rank_pieces(rank)
+            _decode_kernel[grid](
+                *arguments, ENTRY=pages.stride(1), RANK=rank, R0=first, R1=second, ROPE=rope,
+                ROPE_PAD=max(16, triton.next_power_of_2(rope)), BLOCK_SIZE=pages.shape[1],
+                BLOCK_H=config.block_h, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
+                HEADS_AS_COLUMNS=config.heads_as_columns, INDIRECT=base is not None,
+                PRECISION="ieee" if pages.dtype == torch.float32 else "tf32", num_warps=config.num_warps,
+            )  # fmt: skip
         if splits > 1:
             _merge_kernel[(rows, triton.cdiv(rank, 64), batch)](
                 part, part_lse, out, lse, rows, splits,

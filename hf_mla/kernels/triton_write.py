@@ -50,7 +50,8 @@ def write_latents(
         return
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         _write_kernel[(tokens,)](
-            ckv, k_pe, pages if base is None else base, slot_mapping, ckv.stride(0), k_pe.stride(0), *pages.stride()[:2], slot_mapping.stride(0),
+            ckv, k_pe, pages if base is None else base, slot_mapping,
+            ckv.stride(0), k_pe.stride(0), *pages.stride()[:2], slot_mapping.stride(0),
             RANK=rank, RANK_PAD=triton.next_power_of_2(rank), ROPE=rope, ROPE_PAD=triton.next_power_of_2(max(rope, 1)),
             BLOCK_SIZE=pages.shape[1], INDIRECT=base is not None, num_warps=2,
         )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Host side of the Triton decode: which tile a program takes, and into how many slices a row is split.
+
+Terms: query rows = Sq * H of one sequence; a tile is BLOCK_H query rows x BLOCK_N tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+MAX_SPLITS = 128
+SHARED_BYTES = 227 << 10  # what one program may have on Hopper
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How one program works.
+
+    block_h x block_n is its tile, num_stages the tiles in flight (for Gluon the most; as many as fit).
+    heads_as_columns is the orientation (see triton_decode), `gluon` takes triton_hopper's kernel, programs_per_sm is how
+    many run at once.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    heads_as_columns: bool = False
+    gluon: bool = False
+    programs_per_sm: int = 1
+
+
+# (most query rows, bytes a value) -> config. The first entry with enough rows wins; the last serves any number of rows
+# in tiles.
+CONFIGS: dict[tuple[int, int], DecodeConfig] = {
+    (16, 2): DecodeConfig(16, 32, 4, 3, programs_per_sm=2),
+    (32, 2): DecodeConfig(32, 64, 8, 2, heads_as_columns=True),
+    (1 << 30, 2): DecodeConfig(64, 64, 8, 2),
+    (1 << 30, 4): DecodeConfig(16, 16, 4, 2),
+}
+# The same where `hopper_serves` the geometry.
+HOPPER_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
+    (16, 2): DecodeConfig(16, 64, 8, 2, heads_as_columns=True, gluon=True),
+    (32, 2): DecodeConfig(32, 64, 8, 2, heads_as_columns=True, gluon=True),
+    (1 << 30, 2): DecodeConfig(64, 64, 8, 2, heads_as_columns=True, gluon=True),
+}
+
+
+@lru_cache
+def _on_hopper(device: torch.device) -> bool:
+    """Gluon's interface moves with Triton's version: only versions that the kernel was compiled with are trusted."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    known = (3, 6) <= version <= (3, 9) and os.environ.get("TRITON_INTERPRET", "0") != "1"
+    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def hopper_serves(
+    device: torch.device, dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+) -> bool:
+    """Whether triton_hopper's kernel takes this geometry: power-of-two sides and tiles inside one block."""
+    return (
+        dtype.itemsize == 2
+        and kv_lora_rank in (64, 128, 256, 512)
+        and qk_rope_head_dim in (32, 64)
+        and block_size % 64 == 0
+        and _on_hopper(device)
+    )
+
+
+def pick_config(query_rows: int, dtype: torch.dtype, hopper: bool = False) -> DecodeConfig:
+    """The tuned config for `query_rows` rows of `dtype`, for triton_hopper's kernel if `hopper`."""
+    configs = HOPPER_CONFIGS if hopper else CONFIGS
+    return next(c for (rows, size), c in configs.items() if size == dtype.itemsize and query_rows <= rows)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def choose_splits(batch: int, query_rows: int, max_len: int, config: DecodeConfig, sms: int) -> int:
+    """Number of slices of each row's tokens, for `sms` multiprocessors: enough to fill them, few enough to merge."""
+    if not batch or not query_rows:
+        return 1
+    row_tiles = triton.cdiv(query_rows, config.block_h)
+    tiles = max(1, triton.cdiv(max_len, config.block_n))
+    return _best_splits(batch, row_tiles, tiles, config.block_h, sms * config.programs_per_sm)
+
+
+@lru_cache(maxsize=4096)
+def _best_splits(batch: int, row_tiles: int, tiles: int, block_h: int, slots: int) -> int:
+    """The split count that minimises a small model of the time, its unit one tile's read at full load.
+
+    A wave of programs takes its tiles' read time (shared by the programs that run) or their arithmetic, whichever is
+    longer, plus a fixed start; more than one slice costs a merge that grows slowly with their number.
+    """
+    compute = 0.6 if block_h <= 16 else 0.9
+
+    def cost(splits: int) -> float:
+        programs = batch * row_tiles * splits
+        full, rest = divmod(programs, slots)
+        share = triton.cdiv(tiles, splits)
+        waves = full * max(compute, 1.0 / row_tiles) + (max(compute, rest / slots / row_tiles) if rest else 0.0)
+        starts = (full + (rest > 0)) * 1.0
+        return waves * share + starts + (2.0 + splits / 128 if splits > 1 else 0.0)
+
+    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost)
+
+
+def hopper_buffers(config: DecodeConfig, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
+    """Tiles of [block_n, R + P] 16-bit values that fit beside the queries, the weights and 2 KiB of scratch."""
+    width = 2 * (kv_lora_rank + qk_rope_head_dim)
+    left = SHARED_BYTES - config.block_h * width - config.block_n * config.block_h * 2 - 2048
+    return max(2, min(config.num_stages, left // (config.block_n * width)))
+
+
+def rank_pieces(rank: int) -> tuple[int, int]:
+    """`rank` as one or two power-of-two pieces (the second masked if need be): tiles have power-of-two sides."""
+    first = 1 << (rank.bit_length() - 1)
+    if first < 16:
+        return 16, 0
+    return first, 0 if first == rank else max(16, triton.next_power_of_2(rank - first))
