@@ -248,13 +248,11 @@ def sweep_configs(heads: int) -> list:
 
 def compile_config(job: tuple[int, object]) -> str | None:
     """Compile one config in a process of its own (into Triton's disk cache) by a tiny step; the error or None."""
-    from hf_mla.kernels import triton_decode
-
     heads, config = job
     cell = Cell(2, 256, heads, RANK + ROPE)
     try:
         for splits in (1, 2):
-            triton_decode.decode(cell.q_latent, cell.q_pe, cell.pools[0], cell.table, cell.lens, SCALE, splits, config)
+            sweep_call(cell, splits, config)(cell.pools[0])
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
@@ -282,13 +280,13 @@ def sweep(args: argparse.Namespace, recorder: Recorder) -> str:
 
 def sweep_cell(cell: Cell, configs: list, end: float, recorder: Recorder) -> list[str]:
     """Time every config at the split counts around the chosen one until `end`; the best, and the best as chosen."""
-    from hf_mla.kernels import triton_decode
+    from hf_mla.kernels import triton_plan
 
     slots = torch.cuda.get_device_properties(0).multi_processor_count
     expected, found = cell.expected(), []
     for config in configs:
-        auto = triton_decode.choose_splits(cell.batch, cell.heads, cell.context, config, slots)
-        most = min(triton_decode.MAX_SPLITS, -(-cell.context // config.block_n))
+        auto = triton_plan.choose_slices(cell.host[:, 0], cell.heads, config, slots).count
+        most = min(triton_plan.MAX_SPLITS, -(-cell.context // config.block_n))
         for splits in dict.fromkeys((auto, max(1, auto // 2), min(auto * 2, most), min(auto + 1, most))):
             if time.perf_counter() > end:
                 break
@@ -312,10 +310,11 @@ def sweep_cell(cell: Cell, configs: list, end: float, recorder: Recorder) -> lis
 
 
 def sweep_call(cell: Cell, splits: int, config: object) -> Call:
-    from hf_mla.kernels import triton_decode
+    from hf_mla.kernels import triton_decode, triton_plan
 
+    slices = triton_plan.Slices(splits)
     return lambda pages: triton_decode.decode(
-        cell.q_latent, cell.q_pe, pages, cell.table, cell.lens, SCALE, splits, config
+        cell.q_latent, cell.q_pe, pages, cell.table, cell.lens, SCALE, slices, config
     )
 
 

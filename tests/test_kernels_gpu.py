@@ -72,10 +72,11 @@ def test_large_queries_and_keys(scale, dtype, backend):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("splits", [1, 2, 7, 8, 64, 128])
 def test_split_counts(splits, heads):
-    from hf_mla.kernels import triton_decode
+    from hf_mla.kernels import triton_decode, triton_plan
 
     x = make(LENGTHS, heads=heads, rank=512, block=S, dtype=torch.bfloat16, device="cuda")
-    check(x, *triton_decode.decode(x.q_latent, x.q_pe, x.pages, x.block_table, x.kv_lens, x.sm_scale, splits))
+    slices = triton_plan.Slices(splits)
+    check(x, *triton_decode.decode(x.q_latent, x.q_pe, x.pages, x.block_table, x.kv_lens, x.sm_scale, slices))
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -91,7 +92,8 @@ def test_every_config(table, heads, dtype):
         x = make(LENGTHS, heads=heads, rank=rank, rope=rope, q_len=2, block=S, dtype=dtype, device="cuda")
         for (_, size), config in getattr(triton_plan, table).items():
             for splits in (1, 3) if size == dtype.itemsize else ():
-                arguments = x.q_latent, x.q_pe, x.pages, x.block_table, x.kv_lens, x.sm_scale, splits, config
+                slices = triton_plan.Slices(splits)
+                arguments = x.q_latent, x.q_pe, x.pages, x.block_table, x.kv_lens, x.sm_scale, slices, config
                 check(x, *triton_decode.decode(*arguments))
 
 

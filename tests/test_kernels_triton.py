@@ -20,9 +20,8 @@ LENGTHS = [0, 1, S - 1, S, S + 1, 2 * S, 117]
 
 
 def run(x, splits=None, config=None):
-    if splits is None:
-        splits = x.plan("triton").splits
-    return triton_decode.decode(x.q_latent, x.q_pe, x.pages, x.block_table, x.kv_lens, x.sm_scale, splits, config)
+    slices = x.plan("triton").state if splits is None else triton_plan.Slices(splits)
+    return triton_decode.decode(x.q_latent, x.q_pe, x.pages, x.block_table, x.kv_lens, x.sm_scale, slices, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -103,7 +102,9 @@ def test_shared_blocks_and_a_row_alone():
 
 def test_no_rows():
     x = make([3], device=DEVICE)
-    out, lse = triton_decode.decode(x.q_latent[:0], x.q_pe[:0], x.pages, x.block_table[:0], x.kv_lens[:0], 1.0, 1)
+    out, lse = triton_decode.decode(
+        x.q_latent[:0], x.q_pe[:0], x.pages, x.block_table[:0], x.kv_lens[:0], 1.0, triton_plan.Slices()
+    )
     assert out.shape == (0, 1, 4, 128) and lse.shape == (0, 1, 4)
 
 
@@ -122,11 +123,27 @@ def test_write_is_exact_and_touches_nothing_else(rank, rope):
     assert int((~storage.isnan()).sum()) == 4 * (rank + rope)
 
 
-def test_split_choice():
-    """One slice when the rows fill the machine; many for one long row; never more than tiles."""
+def test_least_tiles_a_slice():
+    """Short rows use fewer slices; the unused ones leave nothing behind."""
+    x = make([0, 3, 40, 117], dtype=torch.float16, device=DEVICE)
+    config = Config(16, 16, 4, 2)
+    for least in (1, 2, 5, 100):
+        slices = triton_plan.Slices(6, least)
+        arguments = x.q_latent, x.q_pe, x.pages, x.block_table, x.kv_lens, x.sm_scale, slices, config
+        check(x, *triton_decode.decode(*arguments))
+
+
+def test_choice_of_slices():
+    """One slice when the rows fill the machine; many for one long row, among short ones too; never more than tiles."""
     config = Config(16, 64, 4, 2)
-    assert triton_plan.choose_splits(256, 16, 1024, config, 132) == 1
-    assert 48 <= triton_plan.choose_splits(1, 16, 32768, config, 132) <= triton_plan.MAX_SPLITS
-    assert triton_plan.choose_splits(1, 16, 100, config, 132) <= 2
-    assert triton_plan.choose_splits(32, 16, 4096, config, 132) == 4
-    assert triton_plan.choose_splits(0, 16, 0, config, 132) == 1
+
+    def count(lens):
+        return triton_plan.choose_slices(torch.tensor(lens, dtype=torch.int32), 16, config, 132).count
+
+    assert count([1024] * 256) == 1
+    assert 48 <= count([32768]) <= triton_plan.MAX_SPLITS
+    assert count([100]) <= 2
+    assert count([4096] * 32) == 4
+    assert count([32768] + [1000] * 199) >= 8
+    assert count([32768] * 200) >= 8
+    assert count([]) == count([0]) == 1

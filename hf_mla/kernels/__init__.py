@@ -48,13 +48,12 @@ class DecodePlan:
     """One step's decode for every layer of one geometry; made by `plan`, used by `decode`.
 
     It keeps the very block_table and kv_lens it was given: refresh those in place to replay a captured graph.
-    `splits` is Triton's number of slices of a row; `state` belongs to the backend.
+    `state` belongs to the backend.
     """
 
     backend: str
     problem: Problem
     step: Step
-    splits: int = 1
     state: Any = field(default=None, repr=False)
 
 
@@ -231,7 +230,7 @@ def plan(
     if name == "triton":
         from . import triton_decode
 
-        return DecodePlan(name, problem, step, triton_decode.plan_splits(problem, step))
+        return DecodePlan(name, problem, step, state=triton_decode.plan_slices(problem, step))
     return DecodePlan(name, problem, step)
 
 
@@ -292,7 +291,7 @@ def decode(
         from . import triton_decode
 
         return triton_decode.decode(
-            q_latent, q_pe, pages, step.block_table, step.kv_lens, sm_scale, plan.splits, base=base
+            q_latent, q_pe, pages, step.block_table, step.kv_lens, sm_scale, plan.state, base=base
         )
     if plan.state is None:  # no rows
         return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)

@@ -25,7 +25,8 @@ import triton.language as tl
 from .problem import Problem, Step
 from .triton_plan import (
     DecodeConfig,
-    choose_splits,
+    Slices,
+    choose_slices,
     hopper_buffers,
     hopper_serves,
     multiprocessors,
@@ -78,7 +79,7 @@ def _store(ptr, rows, live, acc, col0, width: tl.constexpr, size: tl.constexpr, 
 @triton.jit
 def _decode_kernel(
     q_ptr, qpe_ptr, pages_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
-    qk_scale, num_heads, query_rows, splits,
+    qk_scale, num_heads, query_rows, splits, least,
     q_sb, q_ss, q_sh, qpe_sb, qpe_ss, qpe_sh, pages_sb, table_sb, lens_sb, lens_ss,
     ENTRY: tl.constexpr, RANK: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, ROPE: tl.constexpr,
     ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -101,7 +102,7 @@ def _decode_kernel(
     head = (row % num_heads).to(tl.int64)
     seen = tl.load(lens_ptr + batch * lens_sb + token_of_row * lens_ss, mask=live_row, other=0)
     longest = tl.max(seen, axis=0)
-    share = tl.cdiv(tl.cdiv(longest, BLOCK_N), splits) * BLOCK_N
+    share = tl.maximum(tl.cdiv(tl.cdiv(longest, BLOCK_N), splits), least) * BLOCK_N
     start = split * share
     stop = tl.minimum(start + share, longest)
 
@@ -211,14 +212,15 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def plan_splits(problem: Problem, step: Step) -> int:
-    """The split count for one step; see `choose_splits`."""
+def plan_slices(problem: Problem, step: Step) -> Slices:
+    """How one step's rows are cut; see `choose_slices`."""
     rows = step.q_len * problem.num_heads
     hopper = hopper_serves(
         problem.device, problem.dtype, problem.kv_lora_rank, problem.qk_rope_head_dim, problem.block_size
     )
     config = pick_config(rows, problem.dtype, hopper)
-    return choose_splits(step.batch, rows, step.max_len, config, multiprocessors(problem.device))
+    lens = step.kv_lens_host[:, -1] if step.q_len else step.kv_lens_host.new_zeros(0)
+    return choose_slices(lens, rows, config, multiprocessors(problem.device))
 
 
 def _default_config(pages: torch.Tensor, rows: int, rank: int, rope: int) -> DecodeConfig:
@@ -235,13 +237,13 @@ def decode(
     block_table: torch.Tensor,
     kv_lens: torch.Tensor,
     sm_scale: float,
-    splits: int,
+    slices: Slices,
     config: DecodeConfig | None = None,
     base: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q_latent [B, Sq, H, R], q_pe [B, Sq, H, P] over pages [N, S, >= R+P] through block_table [B, M].
 
-    kv_lens [B, Sq] int32/int64 on the device; `splits` slices a row; `config` is for benchmarks. Returns out
+    kv_lens [B, Sq] int32/int64 on the device; `slices` cuts the rows; `config` is for benchmarks. Returns out
     [B, Sq, H, R] in the queries' dtype and lse [B, Sq, H] float32 (natural log; -inf where a length is 0). Arguments
     are taken as validated. `base` [1] int64, on the device: where the address of the pages is read from instead.
     """
@@ -252,6 +254,7 @@ def decode(
     if out.numel() == 0:
         return out, lse
     config = config or _default_config(pages, rows, rank, rope)
+    splits = slices.count
     part, part_lse = out, lse
     if splits > 1:
         part = q_latent.new_empty(batch, splits, rows, rank, dtype=torch.float32)
@@ -259,7 +262,7 @@ def decode(
     grid = triton.cdiv(rows, config.block_h), splits, batch
     arguments = (
         q_latent, q_pe, pages if base is None else base, block_table, kv_lens, part, part_lse,
-        sm_scale * LOG2E, heads, rows, splits,
+        sm_scale * LOG2E, heads, rows, splits, slices.least,
         *q_latent.stride()[:3], *q_pe.stride()[:3], pages.stride(0), block_table.stride(0), *kv_lens.stride(),
     )  # fmt: skip
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():

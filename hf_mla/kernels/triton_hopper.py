@@ -60,7 +60,7 @@ def _stage_queries(
 @gluon.jit
 def decode_kernel(
     q_ptr, qpe_ptr, pages_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
-    qk_scale, num_heads, query_rows, splits,
+    qk_scale, num_heads, query_rows, splits, least,
     q_sb, q_ss, q_sh, qpe_sb, qpe_ss, qpe_sh, pages_sb, table_sb, lens_sb, lens_ss,
     ENTRY: gl.constexpr, R: gl.constexpr, P: gl.constexpr, S: gl.constexpr, BLOCK_H: gl.constexpr,
     BLOCK_N: gl.constexpr, BUFFERS: gl.constexpr, INDIRECT: gl.constexpr, WARPS: gl.constexpr,
@@ -83,7 +83,7 @@ def decode_kernel(
     live_row = row < query_rows
     seen = gl.load(lens_ptr + batch * lens_sb + (row // num_heads) * lens_ss, mask=live_row, other=0).to(gl.int32)
     longest = gl.max(seen, axis=0)
-    share = gl.cdiv(gl.cdiv(longest, BLOCK_N), splits) * BLOCK_N
+    share = gl.maximum(gl.cdiv(gl.cdiv(longest, BLOCK_N), splits), least) * BLOCK_N
     start = split * share
     stop = gl.minimum(start + share, longest)
 

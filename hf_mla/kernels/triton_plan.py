@@ -13,6 +13,7 @@ import torch
 import triton
 
 MAX_SPLITS = 128
+MAX_TILES = 64
 SHARED_BYTES = 227 << 10  # what one program may have on Hopper
 
 
@@ -21,8 +22,8 @@ class DecodeConfig:
     """How one program works.
 
     block_h x block_n is its tile, num_stages the tiles in flight (for Gluon the most; as many as fit).
-    heads_as_columns is the orientation (see triton_decode), `gluon` takes triton_hopper's kernel, programs_per_sm is how
-    many run at once.
+    heads_as_columns is the orientation (see triton_decode), `gluon` takes triton_hopper's kernel, programs_per_sm is
+    how many run at once.
     """
 
     block_h: int
@@ -82,33 +83,47 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def choose_splits(batch: int, query_rows: int, max_len: int, config: DecodeConfig, sms: int) -> int:
-    """Number of slices of each row's tokens, for `sms` multiprocessors: enough to fill them, few enough to merge."""
-    if not batch or not query_rows:
-        return 1
+@dataclass(frozen=True)
+class Slices:
+    """How rows are cut: into at most `count` slices, each of at least `least` tiles, so that short rows get fewer."""
+
+    count: int = 1
+    least: int = 1
+
+
+def choose_slices(lens: torch.Tensor, query_rows: int, config: DecodeConfig, sms: int) -> Slices:
+    """Slices of rows of `lens` [B] tokens (CPU) for `sms` multiprocessors: enough to fill them, few to merge."""
+    if not len(lens) or not query_rows:
+        return Slices()
+    tiles = (lens.long() + config.block_n - 1) // config.block_n
+    longest = max(1, int(tiles.max()))
+    # Rows of unequal length are as much work as fewer rows of the longest one's.
+    batch = max(1, triton.cdiv(int(tiles.sum()), longest))
     row_tiles = triton.cdiv(query_rows, config.block_h)
-    tiles = max(1, triton.cdiv(max_len, config.block_n))
-    return _best_splits(batch, row_tiles, tiles, config.block_h, sms * config.programs_per_sm)
+    count = _best_count(batch, row_tiles, longest, config.block_h, sms * config.programs_per_sm)
+    return Slices(count, max(1, triton.cdiv(longest, count) // 2))
 
 
 @lru_cache(maxsize=4096)
-def _best_splits(batch: int, row_tiles: int, tiles: int, block_h: int, slots: int) -> int:
-    """The split count that minimises a small model of the time, its unit one tile's read at full load.
+def _best_count(batch: int, row_tiles: int, tiles: int, block_h: int, slots: int) -> int:
+    """The slice count that minimises a small model of the time, its unit one tile's read at full load.
 
     A wave of programs takes its tiles' read time (shared by the programs that run) or their arithmetic, whichever is
-    longer, plus a fixed start; more than one slice costs a merge that grows slowly with their number.
+    longer, plus a fixed start; more than one slice costs a merge that slowly grows with their number. A slice has at most
+    MAX_TILES: in a captured graph one row may turn out much longer than the others.
     """
     compute = 0.6 if block_h <= 16 else 0.9
 
-    def cost(splits: int) -> float:
-        programs = batch * row_tiles * splits
+    def cost(count: int) -> float:
+        programs = batch * row_tiles * count
         full, rest = divmod(programs, slots)
-        share = triton.cdiv(tiles, splits)
+        share = triton.cdiv(tiles, count)
         waves = full * max(compute, 1.0 / row_tiles) + (max(compute, rest / slots / row_tiles) if rest else 0.0)
         starts = (full + (rest > 0)) * 1.0
-        return waves * share + starts + (2.0 + splits / 128 if splits > 1 else 0.0)
+        return waves * share + starts + (2.0 + count / 128 if count > 1 else 0.0)
 
-    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost)
+    fewest = min(MAX_SPLITS, triton.cdiv(tiles, MAX_TILES))
+    return min(range(fewest, min(tiles, MAX_SPLITS) + 1), key=cost)
 
 
 def hopper_buffers(config: DecodeConfig, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
