@@ -1,0 +1,152 @@
+"""The shipped model, which has learnt something: its losses and what it recalls are the same over a paged cache.
+
+Random weights can't tell a cache that loses far tokens from one that keeps them; this model's answers depend on them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from pairs import PAGED, record_steps, using
+from tiny import relative_error
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import hf_mla
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FOLDER = EXAMPLES / "small_model"
+pytestmark = pytest.mark.skipif(not (FOLDER / "model.safetensors").exists(), reason=f"{FOLDER} holds no weights")
+
+DEPTHS = (0.0, 0.5, 0.9)
+
+
+@pytest.fixture(scope="module")
+def recall() -> ModuleType:
+    """examples/recall.py, without putting the folder on the path."""
+    spec = importlib.util.spec_from_file_location("example_recall", EXAMPLES / "recall.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def held_out() -> str:
+    return (FOLDER / "heldout.txt").read_text()
+
+
+def load(dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    return load(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def patched() -> Any:
+    return hf_mla.patch(load(torch.float32))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
+def test_loss_over_a_paged_cache_is_the_loss(
+    chunk: int, stock: Any, patched: Any, tokenizer: Any, held_out: str, recall: ModuleType
+) -> None:
+    sizes = {"window": 257, "batch_size": 4, "max_tokens": 4 * 256}
+    plain = recall.text_loss(stock, tokenizer, held_out, **sizes)
+    paged = recall.cached_text_loss(patched, tokenizer, held_out, hf_mla.PagedMLACache, chunk=chunk, **sizes)
+    assert (paged.tokens, paged.bytes) == (plain.tokens, plain.bytes)
+    assert paged.nats == pytest.approx(plain.nats, rel=1e-5)
+    assert plain.per_byte < 1.5  # it is a trained model: an untrained one of this vocabulary pays 2.5 nats and more
+
+
+@torch.no_grad()
+def token_nats(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """[B, T - 1] loss of each token of `ids` [B, T], all but the first 64 fed one by one over `cache`."""
+    logits = [model(ids[:, :64], **using(cache)).logits]
+    logits += [model(ids[:, t, None], **using(cache)).logits for t in range(64, ids.shape[1] - 1)]
+    return cross_entropy(torch.cat(logits, 1).float().transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def test_loss_in_bfloat16_is_as_near_to_exact_as_stocks(stock: Any, tokenizer: Any, held_out: str) -> None:
+    ids = torch.tensor(tokenizer(held_out, verbose=False)["input_ids"][: 4 * 128]).view(4, 128)
+    exact = token_nats(stock, ids, DynamicCache())
+    half = load(torch.bfloat16)
+    of_stock = token_nats(half, ids, DynamicCache())
+    of_paged = token_nats(hf_mla.patch(half), ids, hf_mla.PagedMLACache())
+    errors = relative_error(of_paged, exact), relative_error(of_stock, exact)
+    print(f"relative error of the token losses in bf16: paged {errors[0]:.2e}, stock {errors[1]:.2e}")
+    assert 1e-4 < errors[1] < 0.1
+    assert errors[0] < 1.25 * errors[1]
+    assert of_paged.mean().item() == pytest.approx(of_stock.mean().item(), rel=5e-3)
+
+
+def check_recall(
+    recall: ModuleType, models: list[Any], tokenizer: Any, text: str, per_depth: int, length: int
+) -> None:
+    """Stock and patched answer alike, and more often right at every depth than anyone who hasn't read the passage."""
+    stock, patched = models
+    prompts = recall.build_recall_prompts(
+        tokenizer, text, length=length, depths=DEPTHS, per_depth=per_depth, seed=length
+    )
+    answers = recall.recall_answers(stock, tokenizer, prompts)
+    assert recall.recall_answers(patched, tokenizer, prompts, **PAGED) == answers
+    shares = recall.score_recall(prompts, answers)
+    print(f"recall over {length} tokens by depth: {shares}")
+    assert min(shares.values()) >= 0.5  # chance is 1 / 9000, and 1 / 4 for who knows the passage's numbers only
+
+
+def test_recall_of_planted_facts(
+    stock: Any, patched: Any, tokenizer: Any, held_out: str, recall: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = record_steps(monkeypatch)
+    check_recall(recall, [stock, patched], tokenizer, held_out, 4, 250)
+    assert any(absorbed for _, absorbed in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length, per_depth", [(1000, 4), (2500, 2)])
+def test_recall_over_long_passages(
+    length: int, per_depth: int, stock: Any, patched: Any, tokenizer: Any, held_out: str, recall: ModuleType
+) -> None:
+    check_recall(recall, [stock, patched], tokenizer, held_out, per_depth, length)
+
+
+def test_a_cache_that_forgets_the_fact_does_not_recall_it(
+    patched: Any, tokenizer: Any, held_out: str, recall: ModuleType
+) -> None:
+    prompts = recall.build_recall_prompts(tokenizer, held_out, length=250, depths=(0.5,), per_depth=4, seed=250)
+    right = 0
+    for item in prompts:
+        ids = tokenizer(item.prompt, return_tensors="pt")["input_ids"]
+        cache = hf_mla.PagedMLACache()
+        with torch.no_grad():
+            patched(ids[:, :-1], **using(cache))
+        for layer in cache.mla_layers:
+            layer.pages[cache.table.rows[0][1:-1]] = 0  # all but the first and last block of the passage
+        mask = torch.ones_like(ids)
+        said = patched.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **using(cache))
+        right += tokenizer.decode(said[0, ids.shape[1] :]).strip().startswith(item.answer)
+    assert right <= 1
+
+
+@pytest.mark.parametrize("prompt", ["In the beginning", "And Moses said unto the people,"])
+def test_greedy_text_is_stocks(prompt: str, stock: Any, patched: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(prompt, return_tensors="pt")
+    options = {"max_new_tokens": 80, "do_sample": False}
+    expected = stock.generate(**inputs, **options)
+    assert torch.equal(patched.generate(**inputs, **options, **PAGED), expected)
