@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
-from mla_cases import check, make
+from mla_cases import WILD, check, make
 
 from hf_mla import kernels
 
@@ -132,3 +133,24 @@ def test_flashinfer_serves_only_aligned_queries():
     ):
         lens = torch.tensor(lens, dtype=torch.int32)
         assert (flashinfer.step_reason(Step(table, lens, lens)) is None) == served, lens
+
+
+def test_flashinfer_metadata(monkeypatch):
+    """CSR pages of each row; wild table columns are not followed; a row without tokens gets entries of block 0."""
+    from hf_mla.kernels import flashinfer
+    from hf_mla.kernels.problem import Problem, Step
+
+    csr = types.SimpleNamespace(csr=lambda **fields: fields)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", types.SimpleNamespace(MLAPlanMetadata=csr))
+    table = torch.tensor([[7, 5, 3], [WILD, WILD, WILD], [9, WILD, WILD]])
+    lens = torch.tensor([[36, 37], [0, 0], [15, 16]], dtype=torch.int32)
+    problem = Problem(torch.device("cpu"), torch.bfloat16, 4, 128, 64, 16)
+    fields = flashinfer._metadata(problem, Step(table, lens, lens))
+    assert {name: x.tolist() for name, x in fields.items()} == {
+        "qo_indptr": [0, 2, 4, 6],
+        "kv_indptr": [0, 3, 4, 5],
+        "kv_indices": [7, 5, 3, 0, 9],
+        "kv_len_arr": [37, 2, 16],
+    }
+    assert all(x.dtype == torch.int32 for x in fields.values())

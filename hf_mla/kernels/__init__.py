@@ -218,15 +218,15 @@ def plan(
     _check_problem(problem)
     _check_step(step, block_size)
     name = _resolve(backend, problem)
-    if name == "flashinfer":
+    if name == "flashinfer" and step.batch and step.q_len:
         from . import flashinfer
 
-        if why := flashinfer.step_reason(step):
+        try:
+            return DecodePlan(name, problem, step, state=flashinfer.plan(problem, step))
+        except ValueError as error:
             if backend != "auto":
-                raise ValueError(f"backend 'flashinfer' cannot serve this step: {why}")
+                raise ValueError(f"backend 'flashinfer' cannot serve this step: {error}") from error
             name = "triton" if _reason("triton", problem) is None else "reference"
-        elif step.batch and step.q_len:
-            return DecodePlan(name, problem, step, state=flashinfer.FlashInferPlan(problem, step))
     if name == "triton":
         from . import triton_decode
 

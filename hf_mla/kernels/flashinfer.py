@@ -8,7 +8,6 @@ CUDA graph.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from .problem import Problem, Step
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation advises
 
 _workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
-_idle: dict[tuple[torch.device, int, str], list[Any]] = {}
+_scales: dict[Problem, float] = {}
 
 
 def reason(problem: Problem) -> str | None:
@@ -56,7 +55,7 @@ def _algorithm(problem: Problem) -> str:
 
 
 class FlashInferPlan:
-    """FlashInfer's wrapper, planned for one step; the wrapper (16 MiB of buffers) is reused once the plan is gone."""
+    """FlashInfer's wrapper, planned for one step."""
 
     def __init__(self, problem: Problem, step: Step) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -64,24 +63,19 @@ class FlashInferPlan:
         key = problem.device, torch.cuda.current_stream(problem.device).cuda_stream
         if key not in _workspaces:
             _workspaces[key] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
-        idle = _idle.setdefault((*key, _algorithm(problem)), [])
-        self.wrapper = (
-            idle.pop() if idle else BatchMLAPagedAttentionWrapper(_workspaces[key], backend=_algorithm(problem))
-        )
-        weakref.finalize(self, idle.append, self.wrapper)
+        self.wrapper = BatchMLAPagedAttentionWrapper(_workspaces[key], backend=_algorithm(problem))
         self.problem = problem
         self.causal = step.q_len > 1
         self.metadata = _metadata(problem, step)
         empty = step.kv_lens_host[:, -1] == 0
         self.empty = empty.nonzero().squeeze(1).to(problem.device) if bool(empty.any()) else None
-        # The scale is an argument of FlashInfer's plan and of this package's decode. A model has one, and a wrapper is
-        # reused by it, so the last one is nearly always right; planning now finds an unservable step in `plan`.
-        self.sm_scale = getattr(self.wrapper, "hf_mla_sm_scale", 1.0)
+        # The scale is an argument of FlashInfer's plan and of this package's decode. A model has one, so the last one
+        # is nearly always right, and planning now finds a step that FlashInfer can't serve while others still can.
+        self.sm_scale = _scales.get(problem, 1.0)
         self._plan()
 
     def _plan(self) -> None:
         geometry = self.problem
-        self.wrapper.hf_mla_sm_scale = self.sm_scale
         self.wrapper.plan(
             metadata=self.metadata,
             num_heads=geometry.num_heads,
@@ -102,13 +96,17 @@ class FlashInferPlan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [B, Sq, H, R] and natural-log lse [B, Sq, H]; plans again if `sm_scale` is not the planned one."""
         if sm_scale != self.sm_scale:
-            self.sm_scale = sm_scale
+            self.sm_scale = _scales[self.problem] = sm_scale
             self._plan()
+        if any(stride % 8 for stride in pages.stride()[:2]) or pages.data_ptr() % 16:
+            raise ValueError(
+                f"backend 'flashinfer' needs entries that start at 16 bytes, got strides {pages.stride()}"
+            )
         batch, q_len, heads, rank = q_latent.shape
         out = q_latent.new_empty(batch * q_len, heads, rank)
         lse = q_latent.new_empty(batch * q_len, heads, dtype=torch.float32)
         self.wrapper.run(
-            query=(q_latent.reshape(out.shape), q_pe.reshape(*lse.shape, -1)),
+            query=(_aligned(q_latent.reshape(out.shape)), _aligned(q_pe.reshape(*lse.shape, -1))),
             kv_cache=(pages[..., :rank], pages[..., rank : rank + q_pe.shape[-1]]),
             out=out,
             lse=lse,
@@ -122,6 +120,19 @@ class FlashInferPlan:
         return out, lse
 
 
+def plan(problem: Problem, step: Step) -> FlashInferPlan:
+    """Plan one step of at least one query; ValueError if FlashInfer can't serve it."""
+    if why := step_reason(step):
+        raise ValueError(why)
+    return FlashInferPlan(problem, step)
+
+
+def _aligned(query: torch.Tensor) -> torch.Tensor:
+    """FlashInfer reads 16 bytes at a time without checking."""
+    misplaced = any(stride % 8 for stride in query.stride()[:2]) or query.data_ptr() % 16
+    return query.contiguous() if misplaced else query
+
+
 def _metadata(problem: Problem, step: Step) -> Any:
     """CSR metadata. A row without tokens is given the first Sq entries of block 0; its result is overwritten after."""
     from flashinfer.mla import MLAPlanMetadata
@@ -133,7 +144,7 @@ def _metadata(problem: Problem, step: Step) -> Any:
     torch.cumsum(blocks, 0, dtype=torch.int32, out=starts[1:])
     row = torch.repeat_interleave(torch.arange(step.batch), blocks)
     column = torch.arange(len(row)) - starts[:-1].long()[row]
-    where = torch.stack([row, column, real[row] > 0]).to(problem.device, non_blocking=True)
+    where = torch.stack([row, column, (real[row] > 0).long()]).to(problem.device, non_blocking=True)
     # An empty row may have more entries than the table has columns (Sq > S * M): its column is then clamped.
     ids = step.block_table[where[0], where[1].clamp(max=step.block_table.shape[1] - 1)].to(torch.int32)
     return MLAPlanMetadata.csr(

@@ -109,8 +109,8 @@ def _best_count(batch: int, row_tiles: int, tiles: int, block_h: int, slots: int
     """The slice count that minimises a small model of the time, its unit one tile's read at full load.
 
     A wave of programs takes its tiles' read time (shared by the programs that run) or their arithmetic, whichever is
-    longer, plus a fixed start; more than one slice costs a merge that slowly grows with their number. A slice has at most
-    MAX_TILES: in a captured graph one row may turn out much longer than the others.
+    longer, plus a fixed start; more than one slice costs a merge that slowly grows with their number. A slice has at
+    most MAX_TILES: in a captured graph one row may turn out much longer than the others.
     """
     compute = 0.6 if block_h <= 16 else 0.9
 
