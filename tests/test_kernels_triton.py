@@ -64,7 +64,7 @@ def test_block_sizes(block):
 
 
 def test_strides_and_tables_do_not_change_a_bit():
-    """Sliced queries, padded entries and blocks, int64 tables: the packed, int32 result to the bit."""
+    """Sliced queries, padded entries and blocks, int64 tables and lengths: the packed, int32 result to the bit."""
     x = make(LENGTHS, heads=5, dtype=torch.float16, device=DEVICE)
     expected = run(x, 2)
     blocks, size, width = x.pages.shape
@@ -74,7 +74,7 @@ def test_strides_and_tables_do_not_change_a_bit():
     wide = torch.full((len(LENGTHS), 3, 7, 3 * 128), float("nan"), dtype=x.pages.dtype, device=DEVICE)
     wide[:, 1:2, 1:6, 16:144] = x.q_latent
     x.q_latent = wide[:, 1:2, 1:6, 16:144]
-    x.block_table = x.block_table.long()
+    x.block_table, x.kv_lens = x.block_table.long(), x.kv_lens.long()
     for a, b in zip(run(x, 2), expected, strict=True):
         assert torch.equal(a, b)
 

@@ -100,7 +100,7 @@ def _decode_kernel(
     live_row = row < query_rows
     token_of_row = (row // num_heads).to(tl.int64)
     head = (row % num_heads).to(tl.int64)
-    seen = tl.load(lens_ptr + batch * lens_sb + token_of_row * lens_ss, mask=live_row, other=0)
+    seen = tl.load(lens_ptr + batch * lens_sb + token_of_row * lens_ss, mask=live_row, other=0).to(tl.int32)
     longest = tl.max(seen, axis=0)
     share = tl.maximum(tl.cdiv(tl.cdiv(longest, BLOCK_N), splits), least) * BLOCK_N
     start = split * share

@@ -108,8 +108,8 @@ def decode_kernel(
 
     acc = gl.zeros([R, BLOCK_H], gl.float32, out_layout)
     biggest = gl.full([BLOCK_H], float("-inf"), gl.float32, row_layout)
-    total = gl.zeros([BLOCK_H], gl.float32, row_layout)
     none = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, score_layout)
+    totals = none  # summed over tokens after the loop: a sum across warps costs barriers
     token = gl.arange(0, BLOCK_N, layout=token_layout)
     buffer = 0
     for tile in range(start, stop, BLOCK_N):
@@ -129,7 +129,7 @@ def decode_kernel(
         p = gl.exp2(s - shift[None, :])
         fade = gl.exp2(biggest - shift)
         biggest = new_biggest
-        total = total * fade + gl.sum(p, axis=0)
+        totals = totals * fade[None, :] + p
         p_buffer.store(p.to(dtype))
         acc = acc * gl.convert_layout(fade, out_row_layout)[None, :]
         fence_async_shared()
@@ -144,6 +144,7 @@ def decode_kernel(
         page = gl.load(table_row + following // S, mask=following < stop, other=0).to(gl.int64)
         buffer = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
     async_copy.wait_group(0)
+    total = gl.sum(totals, axis=0)
 
     some = total > 0.0
     safe = gl.where(some, total, 1.0)
