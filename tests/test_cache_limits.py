@@ -157,6 +157,9 @@ def test_what_does_not_fit_the_cache_is_refused_by_name_and_changes_nothing(stoc
         with pytest.raises(ValueError, match=message):
             run(model, cache, ids, given)
         assert_unchanged(cache, before)
+    with pytest.raises(ValueError, match="batch: the cache holds 2 rows and was given 1"):
+        run(stock, cache, one[:1], mask[:1])
+    assert_unchanged(cache, before)
     other = hf_mla.patch(build("deepseek_v3", kv_lora_rank=24))
     with pytest.raises(ValueError, match="kv_lora_rank 40 .* was given 24"):
         run(other, cache, one, mask)
@@ -176,15 +179,17 @@ def test_a_model_without_latents_is_refused():
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_cache_can_be_begun_in_inference_mode_and_used_outside_and_back(model, first):
-    outs = []
+    outs, batch = [], prompts([40, 2 * BLOCK - 1])
+    mask = torch.cat([batch["attention_mask"], torch.ones(2, 4, dtype=torch.int64)], 1)
     for modes in ((first, not first, first), (False,) * 3):
         cache = paged()
-        for mode in modes:
-            with torch.inference_mode(mode):
-                run(model, cache, prompts([12, 12])["input_ids"])
-                cache.batch_select_indices(torch.tensor([0, 0]))
-                out = run(model, cache, torch.tensor([[5], [6]]))
-        outs.append(out)
+        cache.reserve_tokens([64, 64])  # pages are made once, in the first mode
+        with torch.inference_mode(modes[0]):
+            run(model, cache, batch["input_ids"], batch["attention_mask"])
+        with torch.inference_mode(modes[1]):  # the second row takes a block within the table that is there
+            run(model, cache, torch.tensor([[5, 6], [7, 8]]), mask[:, :-2])
+        with torch.inference_mode(modes[2]):
+            outs.append(run(model, cache, torch.tensor([[5, 6], [7, 8]]), mask))
     assert torch.equal(*outs)
 
 
