@@ -218,7 +218,7 @@ def plan_slices(problem: Problem, step: Step) -> Slices:
     hopper = hopper_serves(
         problem.device, problem.dtype, problem.kv_lora_rank, problem.qk_rope_head_dim, problem.block_size
     )
-    config = pick_config(rows, problem.dtype, hopper)
+    config = pick_config(rows, problem.device, problem.dtype, hopper)
     lens = step.kv_lens_host[:, -1] if step.q_len else step.kv_lens_host.new_zeros(0)
     return choose_slices(lens, rows, config, multiprocessors(problem.device))
 
@@ -227,7 +227,7 @@ def _default_config(pages: torch.Tensor, rows: int, rank: int, rope: int) -> Dec
     """triton_hopper's kernel copies 16 bytes at a time, so entries must start on such boundaries."""
     aligned = pages.stride(0) % 16 == 0 and pages.stride(1) % 8 == 0 and pages.data_ptr() % 16 == 0
     hopper = aligned and hopper_serves(pages.device, pages.dtype, rank, rope, pages.shape[1])
-    return pick_config(rows, pages.dtype, hopper)
+    return pick_config(rows, pages.device, pages.dtype, hopper)
 
 
 def decode(

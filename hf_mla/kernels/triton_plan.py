@@ -36,11 +36,10 @@ class DecodeConfig:
 
 
 # (most query rows, bytes a value) -> config. The first entry with enough rows wins; the last serves any number of rows
-# in tiles.
+# in tiles. The first one of 16-bit values fits 99 KiB of shared memory, the second wants Hopper's or Blackwell's 227.
 CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (16, 2): DecodeConfig(16, 32, 4, 3, programs_per_sm=2),
-    (32, 2): DecodeConfig(32, 64, 8, 2, heads_as_columns=True),
-    (1 << 30, 2): DecodeConfig(64, 64, 8, 2),
+    (1 << 30, 2): DecodeConfig(64, 32, 8, 3),
     (1 << 30, 4): DecodeConfig(16, 16, 4, 2),
 }
 # The same where `hopper_serves` the geometry.
@@ -72,9 +71,18 @@ def hopper_serves(
     )
 
 
-def pick_config(query_rows: int, dtype: torch.dtype, hopper: bool = False) -> DecodeConfig:
+@lru_cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHARED_BYTES
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+def pick_config(query_rows: int, device: torch.device, dtype: torch.dtype, hopper: bool = False) -> DecodeConfig:
     """The tuned config for `query_rows` rows of `dtype`, for triton_hopper's kernel if `hopper`."""
     configs = HOPPER_CONFIGS if hopper else CONFIGS
+    if _shared_bytes(device) < SHARED_BYTES:
+        query_rows = 1
     return next(c for (rows, size), c in configs.items() if size == dtype.itemsize and query_rows <= rows)
 
 
@@ -134,8 +142,11 @@ def hopper_buffers(config: DecodeConfig, kv_lora_rank: int, qk_rope_head_dim: in
 
 
 def rank_pieces(rank: int) -> tuple[int, int]:
-    """`rank` as one or two power-of-two pieces (the second masked if need be): tiles have power-of-two sides."""
+    """`rank` as one or two power-of-two pieces (the second masked if need be): tiles have power-of-two sides.
+
+    The second has 32 values at least: a product with 16 columns is laid out so badly over the warps that it spills.
+    """
     first = 1 << (rank.bit_length() - 1)
     if first < 16:
         return 16, 0
-    return first, 0 if first == rank else max(16, triton.next_power_of_2(rank - first))
+    return first, 0 if first == rank else max(32, triton.next_power_of_2(rank - first))
