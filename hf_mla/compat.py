@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import nn
@@ -23,11 +24,12 @@ def check_version() -> None:
         raise ImportError(f"hf_mla needs transformers >= {OLDEST}; {transformers.__version__} is installed")
 
 
-def columns_to_crop(tokens_to_remove: int, length: int) -> int:
-    """How many of `length` columns `Cache.crop(tokens_to_remove)` removes.
+def columns_to_crop(tokens_to_remove: int | torch.Tensor, length: int) -> int:
+    """How many of `length` columns `Cache.crop(tokens_to_remove)` removes; assisted decoding of 5.15 gives a tensor.
 
     Up to 5.19 a positive number was the final length; later versions raise.
     """
+    tokens_to_remove = int(tokens_to_remove)
     if tokens_to_remove <= 0:
         return min(-tokens_to_remove, length)
     if VERSION >= Version("5.20"):

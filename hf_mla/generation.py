@@ -27,7 +27,7 @@ def _rows_of(generation_config: Any, model_kwargs: dict, batch_size: int, max_le
     mask = model_kwargs.get("attention_mask")  # already repeated for beams and several sequences; None where all ones
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         new = min(max(max_length - mask.shape[1], 0), MAX_RESERVED_NEW_TOKENS)
-        return [tokens + new for tokens in mask.sum(1).tolist()]
+        return [tokens + new for tokens in mask.bool().sum(1).tolist()]
     rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     beyond = max((generation_config.max_new_tokens or max_length) - MAX_RESERVED_NEW_TOKENS, 0)
     return [max(max_length - beyond, 0)] * rows
