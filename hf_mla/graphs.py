@@ -199,7 +199,8 @@ class GraphedForward:
         for layer in cache.mla_layers:
             layer.grow(plan.num_blocks)
         layouts = tuple(layer.layout for layer in cache.mla_layers)
-        bucket, columns = bucket_of(ids.shape[0]), columns_of(plan.block_table.shape[1])
+        columns = columns_of(max(plan.block_table.shape[1], cache.expected_columns))
+        bucket = bucket_of(ids.shape[0])
         key = (bucket, columns, layouts, torch.cuda.current_stream(ids.device).cuda_stream)
         captured = self._graphs.get(key)
         if captured is not None and captured.stale():
@@ -253,6 +254,8 @@ class GraphedForward:
             return None
         lengths = [layer.length for layer in step.cache.mla_layers]
         original_plan = step.plan
+        generator = torch.cuda.default_generators[kwargs["input_ids"].device.index]
+        random_state = generator.clone_state()
         try:
             captured, output = self._record(key, step, kwargs, decoder)
         except torch.cuda.OutOfMemoryError:
@@ -260,6 +263,9 @@ class GraphedForward:
         except RuntimeError as error:
             self._say(f"the capture failed: {str(error).splitlines()[0]}")
             self._graphs[key] = None
+            # A broken capture leaves the generator waiting for its end and the memory pool in use.
+            generator.graphsafe_set_state(random_state)
+            self._pool = None
             for layer, length in zip(step.cache.mla_layers, lengths, strict=True):
                 layer.length = length
             return None

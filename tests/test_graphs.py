@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from tiny import GREEDY, build, prompts, relative_error, twin
+from tiny import GREEDY, build, prompts, relative_error, scores_of, twin
 
 import hf_mla
 from hf_mla.graphs import GraphedForward, bucket_of, columns_of
@@ -24,8 +24,9 @@ def test_columns_of(columns, bucket):
 
 
 def gpu_model(family="deepseek_v3", **changes):
-    # Sizes that the Triton kernels take on tensor cores, in fp32 so that eager and graph can be compared tightly.
+    # In fp32 and without experts, so that the two can be compared tightly: rounding can't flip a token.
     sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    sizes["first_k_dense_replace"] = 3
     return build(family, sharp=2.0, **{**sizes, **changes}).to(cuda)
 
 
@@ -65,6 +66,22 @@ def test_200_replays_across_block_boundaries_equal_eager(family):
 
 def twin_of_stock(model):
     return hf_mla.unpatch(twin(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_captured_too(dtype):
+    model = gpu_model(first_k_dense_replace=1).to(dtype)
+    batch = on_gpu(prompts([13, 40, 16]))
+    reference = scores_of(twin_of_stock(model).float().generate(**batch, max_new_tokens=24, **GREEDY))
+    stock = scores_of(twin_of_stock(model).generate(**batch, max_new_tokens=24, **GREEDY))
+    hf_mla.patch(model)
+    got = scores_of(generate(model, batch, 24))
+    assert graphs_of(model)
+    # The first decode steps, while all three still have the same tokens.
+    same = 2
+    error = relative_error(got[:, :same], reference[:, :same])
+    assert error <= max(1e-4, 1.25 * relative_error(stock[:, :same], reference[:, :same]))
 
 
 @pytest.mark.gpu

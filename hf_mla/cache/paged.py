@@ -61,6 +61,7 @@ class PagedMLACache(Cache):
         self.table = SequenceTable(block_size, max_blocks)
         self._step: StepPlan | None = None  # between begin_step and end_step
         self._plain_step: StepPlan | None = None  # the last one of an unpatched model
+        self.expected_columns = 0  # blocks that the longest row will have, as far as told by reserve_tokens
         super().__init__(layers=self._build_layers())
 
     def _new_layer(self, layer_idx: int) -> PagedMLALayer:
@@ -284,7 +285,9 @@ class PagedMLACache(Cache):
         Takes no more than `max_tokens` allows; whether that is enough is decided when tokens come.
         """
         allocator = self.table.allocator
-        needed = sum(-(-tokens // self.options.block_size) for tokens in tokens_per_row)
+        blocks = [-(-tokens // self.options.block_size) for tokens in tokens_per_row]
+        self.expected_columns = max(blocks, default=0)
+        needed = sum(blocks)
         if allocator.max_blocks is not None:
             needed = min(needed, allocator.max_blocks - len(allocator.users))
         allocator.reserve(needed)
