@@ -45,7 +45,7 @@ class MLAConfig:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; allowed: {', '.join(BACKENDS)}")
-        if self.block_size not in BLOCK_SIZES:
+        if self.block_size not in BLOCK_SIZES or not isinstance(self.block_size, int):
             raise ValueError(f"block_size is {self.block_size!r}; allowed: {', '.join(map(str, BLOCK_SIZES))} tokens")
         alignment = self.entry_alignment
         if not isinstance(alignment, int) or not 16 <= alignment <= 4096 or alignment & (alignment - 1):
@@ -54,8 +54,11 @@ class MLAConfig:
             raise ValueError(
                 f"cache_dtype is {self.cache_dtype!r}; allowed: None, {', '.join(map(str, CACHE_DTYPES))}"
             )
-        if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
+        if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
             raise ValueError(f"max_tokens is {self.max_tokens!r}; allowed: None or a whole number of tokens above 0")
+        for name in ("graphs", "enabled"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
 
     @classmethod
     def from_options(cls, **options: object) -> "MLAConfig":
@@ -68,7 +71,10 @@ class MLAConfig:
         for name in options:
             if name not in known:
                 raise ValueError(f"unknown option {name!r}; allowed: {', '.join(known)}")
-        values: dict[str, object] = {"backend": os.environ.get("HF_MLA_BACKEND") or "auto"}
+        backend = os.environ.get("HF_MLA_BACKEND") or "auto"
+        if backend not in BACKENDS:
+            raise ValueError(f"environment variable HF_MLA_BACKEND is {backend!r}; allowed: {', '.join(BACKENDS)}")
+        values: dict[str, object] = {"backend": backend}
         disable = os.environ.get("HF_MLA_DISABLE") or "0"
         if disable not in ("0", "1"):
             raise ValueError(f"environment variable HF_MLA_DISABLE is {disable!r}; allowed: 0, 1")

@@ -131,10 +131,9 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
         replaced = decoder.__dict__.get("forward")
         decoder.__dict__["forward"] = GraphedForward(key, decoder, replaced, config.backend)
     hooks = StepHooks(key, config)
-    binding.handles = [
-        decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
-        decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True),
-    ]
+    # One by one: what is there is taken off again where the next fails.
+    binding.handles.append(decoder.register_forward_pre_hook(hooks.before, with_kwargs=True))
+    binding.handles.append(decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True))
 
 
 def _unbind(decoder: nn.Module, binding: Binding) -> None:
@@ -240,10 +239,10 @@ def enable(**options: Any) -> None:
     Other models load as ever. An MLA model that can't be served loads unpatched, with a warning that gives the reason.
 
     Raises:
-        ValueError: An unknown option or a value that isn't allowed.
+        ValueError: An unknown option, a value that isn't allowed, or a backend that can't run here.
     """
     global _from_pretrained
-    MLAConfig.from_options(**options)
+    _check_backend(MLAConfig.from_options(**options))
     disable()
     original = PreTrainedModel.__dict__["from_pretrained"]
 
