@@ -66,7 +66,7 @@ def test_block_sizes(block, backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_large_queries_and_keys(scale, dtype, backend):
     x = make(LENGTHS, heads=16, rank=512, block=S, dtype=dtype, scale=scale, device="cuda")
-    check(x, *decode_or_skip(x, backend), factor=4)
+    check(x, *decode_or_skip(x, backend), factor=4, orders=6)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -26,9 +26,10 @@ def reason(problem: Problem) -> str | None:
         return f"flashinfer needs a CUDA device, got {problem.device}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"flashinfer serves float16 and bfloat16, got {problem.dtype}"
-    if problem.kv_lora_rank % 128 or problem.kv_lora_rank > 512 or problem.qk_rope_head_dim != 64:
+    # Its fa2 also compiles for 384, but there its lse is off by 6e-4, seven times what rounding explains.
+    if problem.kv_lora_rank not in (128, 256, 512) or problem.qk_rope_head_dim != 64:
         return (
-            "flashinfer serves kv_lora_rank in (128, 256, 384, 512) with qk_rope_head_dim 64, "
+            "flashinfer serves kv_lora_rank in (128, 256, 512) with qk_rope_head_dim 64, "
             f"got {problem.kv_lora_rank} and {problem.qk_rope_head_dim}"
         )
     if torch.cuda.get_device_capability(problem.device)[0] < 8:
@@ -51,7 +52,7 @@ def step_reason(step: Step) -> str | None:
 
 def _algorithm(problem: Problem) -> str:
     hopper = torch.cuda.get_device_capability(problem.device)[0] == 9
-    return "fa3" if hopper and problem.kv_lora_rank in (128, 256, 512) else "fa2"
+    return "fa3" if hopper else "fa2"
 
 
 class FlashInferPlan:

@@ -44,7 +44,7 @@ CONFIGS: dict[tuple[int, int], DecodeConfig] = {
 }
 # The same where `hopper_serves` the geometry.
 HOPPER_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
-    (16, 2): DecodeConfig(16, 64, 8, 2, heads_as_columns=True, gluon=True),
+    (16, 2): DecodeConfig(16, 64, 4, 2, heads_as_columns=True, gluon=True),
     (32, 2): DecodeConfig(32, 64, 8, 2, heads_as_columns=True, gluon=True),
     (1 << 30, 2): DecodeConfig(64, 64, 8, 2, heads_as_columns=True, gluon=True),
 }
