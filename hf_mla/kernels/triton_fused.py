@@ -130,6 +130,8 @@ def _rope_norm_write_kernel(
     SECOND: where the cosine of a pair's second value is, counted from that of the first. INDIRECT: pages_ptr points
     to the address of the pages.
     """
+    if INDIRECT:
+        pages_ptr = tl.multiple_of(tl.load(pages_ptr).to(tl.pointer_type(kv_ptr.dtype.element_ty)), 16)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     pair = tl.arange(0, PAIRS_PAD)
@@ -145,8 +147,6 @@ def _rope_norm_write_kernel(
     if part == 0:
         slot = tl.load(slot_ptr + token * slot_st)
         if slot >= 0:
-            if INDIRECT:
-                pages_ptr = tl.multiple_of(tl.load(pages_ptr).to(tl.pointer_type(kv_ptr.dtype.element_ty)), 16)
             entry = pages_ptr + slot // BLOCK_SIZE * pages_sb + slot % BLOCK_SIZE * pages_se
             kv = kv_ptr + token * kv_st
             cols = tl.arange(0, RANK_PAD)
