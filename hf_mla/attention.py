@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import compat, kernels
+from . import compat, experts, kernels
 from .absorb import absorb_query, absorbed_weights, project_back
 from .cache import PagedMLACache
 from .cache.step import StepPlan
@@ -173,16 +173,22 @@ class AttentionConfig(ConfigView):
 
 
 class ExpertsConfig(ConfigView):
-    """Of an expert module: grouped products in an absorbed step, where generate would switch to batched ones.
+    """Of an expert module: our experts' function (see experts.py) in an absorbed step, else the model's own.
 
-    For its decode loop, generate exchanges "grouped_mm" for "batched_mm" on GPUs, which copies the weights of every
-    selected expert once a token: 20 GB a layer at 200 tokens of DeepSeek-V2-Lite. Any other name stays.
+    Args:
+        key: The decoder's key.
+        original: The config that was there.
+        registered: Whether the module can find our function.
     """
+
+    def __init__(self, key: PatchKey, original: Any, registered: bool):
+        super().__init__(key, original)
+        self.__dict__["registered"] = registered
 
     @property
     def _experts_implementation(self) -> str | None:
         name = self.original._experts_implementation
-        return "grouped_mm" if name == "batched_mm" and absorbed_step(self.key) is not None else name
+        return name if absorbed_step(self.key) is None else experts.decode_name(name, self.registered)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from . import compat, kernels
 from .attention import AttentionConfig, ConfigView, ExpertsConfig, LatentsOrKV, PatchKey, StepHooks
 from .config import MLAConfig
+from .experts import is_registered
 from .families import SERVED
 from .graphs import GraphedForward
 
@@ -126,7 +127,8 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
         module.__dict__["expand_kv"] = LatentsOrKV(key, module, module.__dict__.get("expand_kv"))
         cast(Any, module).config = AttentionConfig(key, module.config)
     for experts_module in experts:
-        cast(Any, experts_module).config = ExpertsConfig(key, experts_module.config)
+        registered = is_registered(experts_module)
+        cast(Any, experts_module).config = ExpertsConfig(key, experts_module.config, registered)
     if config.graphs:
         replaced = decoder.__dict__.get("forward")
         decoder.__dict__["forward"] = GraphedForward(key, decoder, replaced, config.backend)

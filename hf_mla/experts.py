@@ -1,0 +1,127 @@
+"""Which code multiplies a mixture's experts in an absorbed step.
+
+For its decode loop, generate exchanges "grouped_mm" for "batched_mm" on GPUs, which copies the weights of every
+selected expert once a token: 20 GB a layer at 200 tokens of DeepSeek-V2-Lite. An absorbed step takes instead, on a GPU:
+
+    fused_experts   where the module is as transformers' decorator describes by default, in fp16 or bf16
+    "grouped_mm"    for other modules in bf16
+    "batched_mm"    for other dtypes: grouped products wait for the host there, and can't be captured in a graph
+
+On a CPU, and where another name was configured, nothing changes.
+
+    T tokens, K experts a token, E experts, D hidden values
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations
+from transformers.integrations import moe
+
+EXPERTS_NAME = "hf_mla_experts"  # in transformers' registry of experts' functions
+
+# Copies of an expert's weights that batched_mm may make, in terms of the experts there are: 64 experts of 17 MB in bf16
+# take 1.1 GB, and copies of four times that are more than stock makes at 32 tokens.
+MAX_COPIES = 4
+
+# What transformers' decorator leaves on a module where each attribute has its default; some versions lack some.
+PLAIN = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "_is_expert_parallel": False,
+}
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether `module` looks names up in the registry that ours is in; modules of quantized experts have their own."""
+    cells = getattr(type(module).forward, "__closure__", None) or ()
+    return any(cell.cell_contents is moe.ALL_EXPERTS_FUNCTIONS for cell in cells)
+
+
+def decode_name(configured: str | None, registered: bool) -> str | None:
+    """The name to look up in an absorbed step, where `configured` is the config's."""
+    if configured not in ("batched_mm", "grouped_mm"):
+        return configured
+    return EXPERTS_NAME if registered else "grouped_mm"
+
+
+@lru_cache
+def _kernel() -> Any:
+    """triton_experts, or why it can't be had."""
+    try:
+        from .kernels import triton_experts
+    except Exception as error:  # broken binary packages raise anything
+        return f"triton is not usable: {type(error).__name__}: {error}"
+    return triton_experts
+
+
+def _is_silu(act_fn: Any) -> bool:
+    return act_fn is nn.functional.silu or type(act_fn) in (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))
+
+
+def unfit(module: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> str | None:
+    """Why `fused_experts` can't stand for `module`'s products of hidden_states [T, D] (of any device), or None."""
+    kernel = _kernel()
+    if isinstance(kernel, str):
+        return kernel
+    for name, value in PLAIN.items():
+        if getattr(module, name, value) != value:
+            return f"{name} is {getattr(module, name)}"
+    if getattr(module._apply_gate, "__func__", None) is not getattr(moe, "_default_apply_gate", None):
+        return "it gates in its own way"
+    if not _is_silu(module.act_fn):
+        return f"its activation is {type(module.act_fn).__name__}"
+    if not 1 <= hidden_states.shape[0] <= kernel.MAX_TOKENS:
+        return f"{hidden_states.shape[0]} tokens"
+    if hidden_states.dtype not in (torch.bfloat16, torch.float16):
+        return f"it is in {hidden_states.dtype}"
+    weights = module.gate_up_proj, module.down_proj
+    for weight in weights:
+        if type(weight) not in (torch.Tensor, nn.Parameter):
+            return f"its weights are of {type(weight).__name__}"
+        if weight.dtype != hidden_states.dtype or weight.device != hidden_states.device:
+            return f"its weights are {weight.dtype} on {weight.device}"
+        if weight.dim() != 3 or not weight.is_contiguous():
+            return "its weights are not contiguous"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*weights, hidden_states, top_k_weights)):
+        return "gradients are wanted"
+    return "torch.compile is tracing" if torch.compiler.is_compiling() else None
+
+
+def _stock_name(module: Any, hidden_states: torch.Tensor, pairs: int) -> str:
+    """transformers' own function for what `fused_experts` isn't for."""
+    if hidden_states.is_cuda:
+        copied = getattr(module, "num_experts", 0) * MAX_COPIES
+        return "grouped_mm" if module.down_proj.dtype == torch.bfloat16 or pairs > copied else "batched_mm"
+    configured = getattr(module.config, "original", module.config)._experts_implementation
+    return "grouped_mm" if configured == EXPERTS_NAME else configured
+
+
+def decode_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts of an absorbed step, registered with transformers as `EXPERTS_NAME`.
+
+    Args:
+        module: An expert module as transformers' `use_experts_implementation` makes them.
+        hidden_states: [T, D].
+        top_k_index: [T, K] int64.
+        top_k_weights: [T, K].
+
+    Returns:
+        [T, D] in hidden_states' dtype.
+    """
+    if hidden_states.is_cuda and unfit(module, hidden_states, top_k_weights) is None:
+        return _kernel().fused_experts(
+            hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights
+        )
+    stock = moe.ALL_EXPERTS_FUNCTIONS[_stock_name(module, hidden_states, top_k_index.numel())]
+    return stock(module, hidden_states, top_k_index, top_k_weights)
+
+
+moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, decode_experts)
