@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from pairs import BLOCK, PAGED, assert_same, cache_of, pair, record_steps, using
 from tiny import GREEDY, build, prompts, twin
 
 import hf_mla
-from hf_mla.compat import VERSION
-
-pytestmark = pytest.mark.xfail(VERSION < Version("5.20"), reason="a tensor given to crop ends up as the length")
 
 
 def recite(length: int) -> dict[str, torch.Tensor]:
