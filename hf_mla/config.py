@@ -28,6 +28,8 @@ class MLAConfig:
         cache_dtype: Type in which latents are stored; None keeps the model's own.
         max_tokens: Tokens the pool of one cache may hold over all rows, or None to grow as needed.
         graphs: Replay decode steps as CUDA graphs where they can be captured; False runs every step from Python.
+        fused: Run decode steps on GPUs in few kernels, in bf16 and fp16, where the model's modules are known; False runs
+            transformers' own code between the seams. Has no effect with the "reference" backend.
         enabled: False leaves the model on stock code, and `cache_implementation="paged_mla"` makes a DynamicCache.
 
     Raises:
@@ -40,6 +42,7 @@ class MLAConfig:
     cache_dtype: torch.dtype | None = None
     max_tokens: int | None = None
     graphs: bool = True
+    fused: bool = True
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class MLAConfig:
             )
         if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
             raise ValueError(f"max_tokens is {self.max_tokens!r}; allowed: None or a whole number of tokens above 0")
-        for name in ("graphs", "enabled"):
+        for name in ("graphs", "fused", "enabled"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
 

@@ -30,6 +30,7 @@ from .cache import PagedMLACache
 from .cache.layer import PagedMLALayer
 from .cache.sequences import Extension
 from .cache.step import DeviceStep, StepPlan
+from .fused import StandIn
 
 logger: logging.Logger = transformers_logging.get_logger(__name__)
 
@@ -106,18 +107,17 @@ def _foreign(decoder: nn.Module) -> str | None:
             return f"{name} is a {type(module).__module__}.{type(module).__name__}"
         if module is decoder:
             continue
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            if not _only_output_collectors(module):
-                return f"{name} has hooks"
+        if "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], StandIn):
+            return f"{name} has another forward"
+        if not _only_output_collectors(module):
+            return f"{name} has hooks"
     return None
 
 
 def _only_output_collectors(module: nn.Module) -> bool:
     """transformers leaves hooks behind that collect attentions or hidden states when asked; they're idle otherwise."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return "forward" not in module.__dict__ and all(
-        getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing") for hook in hooks
-    )
+    return all(getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing") for hook in hooks)
 
 
 class GraphedForward:

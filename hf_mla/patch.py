@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from . import compat, kernels
+from . import compat, fused, kernels
 from .attention import AttentionConfig, ConfigView, ExpertsConfig, LatentsOrKV, PatchKey, StepHooks
 from .config import MLAConfig
 from .experts import is_registered
@@ -129,6 +129,8 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
     for experts_module in experts:
         registered = is_registered(experts_module)
         cast(Any, experts_module).config = ExpertsConfig(key, experts_module.config, registered)
+    if config.fused and config.backend != "reference":
+        fused.bind(decoder, key)
     if config.graphs:
         replaced = decoder.__dict__.get("forward")
         decoder.__dict__["forward"] = GraphedForward(key, decoder, replaced, config.backend)
@@ -150,6 +152,7 @@ def _unbind(decoder: nn.Module, binding: Binding) -> None:
     for module in [*(module for _, module in binding.attentions), *binding.experts]:
         if isinstance(module.config, ConfigView):
             module.config = module.config.original
+    fused.unbind(decoder)
     forward = decoder.__dict__.get("forward")
     if isinstance(forward, GraphedForward):
         del decoder.__dict__["forward"]
