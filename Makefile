@@ -12,7 +12,7 @@ quality:  ## The checks that CI makes, without the tests.
 	$(PYTHON) -m mypy
 
 test:  ## The fast suite: CPU only.
-	$(PYTHON) -m pytest -m "not gpu and not slow"
+	$(PYTHON) -m pytest -m "not gpu and not slow" -n 2 -q
 
 test-all:  ## Everything that this machine can run; GPU tests skip themselves without a GPU.
 	$(PYTHON) -m pytest
