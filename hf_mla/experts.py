@@ -1,7 +1,7 @@
 """Which code multiplies a mixture's experts in an absorbed step.
 
 For its decode loop, generate exchanges "grouped_mm" for "batched_mm" on GPUs, which copies the weights of every
-selected expert once a token: 20 GB a layer at 200 tokens of DeepSeek-V2-Lite. An absorbed step takes instead, on a GPU:
+selected expert once a token: 20 GB a layer at 200 tokens of DeepSeek-V2-Lite. An absorbed step on a GPU takes:
 
     fused_experts   where the module is as transformers' decorator describes by default, in fp16 or bf16
     "grouped_mm"    for other modules in bf16
@@ -22,8 +22,8 @@ from transformers.integrations import moe
 
 EXPERTS_NAME = "hf_mla_experts"  # in transformers' registry of experts' functions
 
-# Copies of an expert's weights that batched_mm may make, in terms of the experts there are: 64 experts of 17 MB in bf16
-# take 1.1 GB, and copies of four times that are more than stock makes at 32 tokens.
+# How many copies of an expert's weights batched_mm may make, in terms of the experts there are: up to four times what
+# the layer's own weights take.
 MAX_COPIES = 4
 
 # What transformers' decorator leaves on a module where each attribute has its default; some versions lack some.

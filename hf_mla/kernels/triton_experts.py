@@ -20,7 +20,8 @@ Values are rounded where separate operations would round them: after each produc
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -73,9 +74,24 @@ CONFIGS = {
 }
 
 
-def pick_config(pairs: int, experts: int) -> Config:
-    """The config for P pairs over E experts."""
-    return next(config for most, config in CONFIGS.items() if pairs <= most * experts)
+@lru_cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type != "cuda":
+        return 227 << 10
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 << 10)
+
+
+@lru_cache
+def pick_config(pairs: int, experts: int, device: torch.device) -> Config:
+    """The config for P pairs over E experts, with fewer stages where they don't fit."""
+    config = next(config for most, config in CONFIGS.items() if pairs <= most * experts)
+
+    def fitted(tile: Tile) -> Tile:
+        stage = 2 * (tile.rows + config.block_m) * tile.depth
+        return replace(tile, stages=max(1, min(tile.stages, _shared_bytes(device) // stage)))
+
+    return replace(config, up=fitted(config.up), down=fitted(config.down))
 
 
 @triton.jit
@@ -289,7 +305,7 @@ def fused_experts(
     out = hidden.new_empty(tokens, width)
     if not out.numel() or not pairs or not inner:
         return out.zero_()
-    config = config or pick_config(pairs, experts)
+    config = config or pick_config(pairs, experts, hidden.device)
     hidden = hidden if hidden.stride(1) == 1 or width == 1 else hidden.contiguous()
     index, weights = top_k_index.contiguous(), top_k_weights.contiguous()
     act = hidden.new_empty(pairs, inner)
