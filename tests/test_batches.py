@@ -87,6 +87,36 @@ def test_holes_made_by_masked_new_tokens() -> None:
     assert ours.table.stored == [23, 15]
 
 
+@pytest.mark.parametrize("columns", [0, 128], ids=["expanded", "absorbed"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pads_within_a_later_turn(side: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, patched = pair()
+    absorb_up_to(monkeypatch, columns)
+    turns = [prompts([20, 7]), prompts([2, 19], seed=6, side=side), prompts([11, 4], seed=7, side=side)]
+    ours, theirs, mask = new_cache(), DynamicCache(), ones(2, 0)
+    for turn in turns:
+        new, mask = turn["attention_mask"], torch.cat([mask, turn["attention_mask"]], 1)
+        at = {"position_ids": positions_of(mask)[:, -new.shape[1] :]}
+        got = feed(patched, turn["input_ids"], ours, mask, **at)
+        expected = feed(stock, turn["input_ids"], theirs, mask, **at)
+        assert relative_error(got[new.bool()], expected[new.bool()]) < TOLERANCE
+    assert ours.table.stored == [33, 30]
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*deprecated:FutureWarning")
+@pytest.mark.parametrize("way", ["by keyword", "by its old name", "by position"])
+def test_the_decoder_called_by_itself(way: str) -> None:
+    stock, patched = pair()
+    ids, cache = prompts([20])["input_ids"], new_cache()
+    keywords = {"by keyword": using(cache), "by its old name": {"past_key_values": cache}, "by position": {}}[way]
+    for piece in (slice(0, 15), slice(15, 20)):
+        arguments = (ids[:, piece], None, None, cache) if way == "by position" else (ids[:, piece],)
+        with torch.no_grad():
+            got = patched.model(*arguments, **keywords).last_hidden_state
+        assert relative_error(got, stock.model(ids).last_hidden_state[:, piece]) < TOLERANCE
+    assert cache.get_seq_length() == 20
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 def test_a_batch_equals_its_rows_alone(rows: int) -> None:
     stock, patched = pair()
