@@ -25,8 +25,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from . import compat, experts, kernels
 from .absorb import absorb_query, absorbed_weights, project_back
 from .cache import PagedMLACache
+from .cache.layer import PagedMLALayer
 from .cache.step import StepPlan
 from .config import MLAConfig
+from .families import Family
+from .sparse import MAX_SPARSE_COLUMNS, sparse_decode
 
 # A name for transformers' attention registry. "flash" in it would switch on code meant for flash attention (a
 # substring test), and a name with "paged" is continuous batching's.
@@ -70,11 +73,17 @@ class StepHooks:
     Args:
         key: The decoder's key. A decoder is the module that takes the 2D mask, the positions and the cache.
         config: How steps are planned.
+        family: How the decoder's attention may read the pages.
     """
 
-    def __init__(self, key: PatchKey, config: MLAConfig):
+    def __init__(self, key: PatchKey, config: MLAConfig, family: Family):
         self.key = key
         self.config = config
+        self.family = family
+
+    def _max_absorbed(self) -> int:
+        limits = {"absorbed": MAX_ABSORBED_COLUMNS, "sparse": MAX_SPARSE_COLUMNS, "dense": 0}
+        return min(limits[self.family.way], MAX_ABSORBED_COLUMNS)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Plan the step where the call brings a PagedMLACache."""
@@ -94,15 +103,16 @@ class StepHooks:
         wants_weights = call.get("output_attentions")
         if wants_weights is None:
             wants_weights = getattr(module.config, "output_attentions", False)
+        cache.adopt(module.config)
         plan = cache.begin_step(
             call.get("attention_mask"),
             inputs.shape[0],
             inputs.shape[1],
-            max_absorbed=0 if wants_weights else MAX_ABSORBED_COLUMNS,
+            max_absorbed=0 if wants_weights else self._max_absorbed(),
             backend=self.config.backend,
         )
         _active.steps[self.key] = ActiveStep(cache, plan)
-        if not plan.absorbed or args:
+        if not plan.absorbed or args or not cache.is_all_mla:
             return None
         # Lengths say all that the mask said. A prepared (4D) mask is passed through as it is, so none is built.
         return args, {**kwargs, "attention_mask": inputs.new_empty((1, 1, 1, 1), dtype=torch.bool)}
@@ -121,20 +131,29 @@ class LatentsOrKV:
         key: The decoder's key.
         module: The attention module, held weakly.
         replaced: What lay on the instance before (a hook of accelerate's, say), or None for the class's own method.
+        expands_first: The module's forward expands before it updates the cache, as the sparse families' do up to
+            transformers 5.20; the cache is then given latents all the same, and expands what it returns.
     """
 
-    def __init__(self, key: PatchKey, module: nn.Module, replaced: Callable | None):
+    def __init__(self, key: PatchKey, module: nn.Module, replaced: Callable | None, expands_first: bool = False):
         self.key = key
         self.module = weakref.ref(module)
         self.replaced = replaced
+        self.expands_first = expands_first
 
     def __reduce__(self) -> tuple:  # a weak reference can't be copied or pickled
-        return LatentsOrKV, (self.key, self.module(), self.replaced)
+        return LatentsOrKV, (self.key, self.module(), self.replaced, self.expands_first)
 
     def __call__(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, 1, S, R] and [B, 1, S, P] -> keys and values, or the same latents in an absorbed step."""
-        if absorbed_step(self.key) is not None:
-            return kv_nope, k_rot
+        step = _active.steps.get(self.key)
+        if step is None or not (step.plan.absorbed or self.expands_first):
+            return self._expand(kv_nope, k_rot)
+        if not step.plan.absorbed:
+            step.plan.expand = self._expand
+        return kv_nope, k_rot
+
+    def _expand(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.replaced is not None:
             return self.replaced(kv_nope, k_rot)
         module: Any = self.module()
@@ -220,8 +239,10 @@ def absorbed_attention(
         module: A patched attention module.
         query: [B, H, S, nope + P].
         key: This step's ckv, already in the pages; not read. `value` likewise.
-        attention_mask: Not read: the plan's lengths say what each query sees.
+        attention_mask: Read only with `indices`, [B or 1, 1, S, L]; else the plan's lengths say what a query sees.
         scaling: sm_scale, the module's own (with yarn's mscale).
+        **kwargs: `indices` [B, S, K], padded columns that a sparse model's indexer picked; `s_aux` [H], the scores of
+            attention sinks, which take part in the softmax and have no value. Others are for other implementations.
 
     Returns:
         ([B, S, H, v], None)
@@ -236,22 +257,46 @@ def absorbed_attention(
             "the model's other implementations"
         )
     with torch.no_grad():
-        out = _attend(module, query.detach(), step, scaling)
+        holder = _holder(step, module, key)
+        out = _attend(module, query.detach(), step, scaling, holder, attention_mask, **kwargs)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoGradient.apply(out, query)
     return out, None
 
 
-def _attend(module: Any, query: torch.Tensor, step: ActiveStep, scaling: float) -> torch.Tensor:
-    layer = step.cache.layers[module.layer_idx]
+def _holder(step: ActiveStep, module: Any, key: torch.Tensor) -> int:
+    """The layer in whose pages this module's latents lie: its own, but where it shares another's."""
+    own = step.cache.layers[module.layer_idx]
+    if isinstance(own, PagedMLALayer) and own.layout is not None:
+        return module.layer_idx
+    return step.plan.holders[id(key)]
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    step: ActiveStep,
+    scaling: float,
+    holder: int,
+    mask: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    layer: Any = step.cache.layers[holder]
     nope, rope = module.qk_nope_head_dim, layer.layout.qk_rope_head_dim
     q_nope, q_pe = query.split([nope, rope], dim=-1)
     weights = absorbed_weights(module.kv_b_proj, nope, module.v_head_dim, layer.layout.kv_lora_rank, query)
-    q_latent = absorb_query(q_nope, weights)
-    plan = step.plan.decode_plan(layer.layout, query.shape[1], layer.device)
     dtype = layer.layout.dtype
-    base = step.plan.base_of(module.layer_idx)
-    o_latent, _ = kernels.decode(plan, q_latent.to(dtype), q_pe.transpose(1, 2).to(dtype), layer.pages, scaling, base)
+    q_latent, q_pe = absorb_query(q_nope, weights).to(dtype), q_pe.transpose(1, 2).to(dtype)
+    if indices is None:
+        plan = step.plan.decode_plan(layer.layout, query.shape[1], layer.device)
+        o_latent, lse = kernels.decode(plan, q_latent, q_pe, layer.pages, scaling, step.plan.base_of(holder))
+    else:
+        slots = step.plan.history_on(layer.device)
+        o_latent, lse = sparse_decode(q_latent, q_pe, layer.pages, slots, indices, mask, scaling)
+    if s_aux is not None:  # a sink adds exp(s_aux) to the softmax's sum, exp(lse), and nothing to the output
+        o_latent = o_latent * torch.sigmoid(lse - s_aux).unsqueeze(-1)
     return project_back(o_latent.to(query.dtype), weights)
 
 

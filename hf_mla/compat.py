@@ -1,6 +1,7 @@
 """All that differs between the supported transformers versions, in one place."""
 
 import inspect
+from typing import Any
 
 import torch
 import transformers
@@ -48,3 +49,9 @@ def bind_forward(module: nn.Module, args: tuple, kwargs: dict) -> dict:
         named = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = named.get("cache")
     return {**named, "cache": named.get("past_key_values") if cache is None else cache}
+
+
+def layer_config(config: Any, layer_idx: int) -> Any:
+    """The config that holds for one layer; newer versions refuse to read a value that differs between layers."""
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[layer_idx]

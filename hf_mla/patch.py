@@ -20,14 +20,14 @@ from . import compat, fused, kernels
 from .attention import AttentionConfig, ConfigView, ExpertsConfig, LatentsOrKV, PatchKey, StepHooks
 from .config import MLAConfig
 from .experts import is_registered
-from .families import SERVED
+from .families import REFUSED, SERVED, Family
 from .graphs import GraphedForward
 
 logger: logging.Logger = transformers_logging.get_logger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 ATTRIBUTES = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "layer_idx", "config")
-# What a forward must call for the seam to hold: the cache, the expansion, and the attention registry, in this order.
+# What a forward must call for the seam to hold: the cache, the expansion, and the attention registry.
 CALLS = ("update", "expand_kv", "get_interface")
 
 
@@ -79,6 +79,11 @@ def _unfit(name: str, module: nn.Module) -> str | None:
     return None
 
 
+def _expands_first(module: nn.Module) -> bool:
+    names = inspect.unwrap(type(module).forward).__code__.co_names  # in the order of their first use
+    return names.index("expand_kv") < names.index("update")
+
+
 def _decoder_of(model: nn.Module, name: str) -> tuple[str, nn.Module]:
     """The nearest transformers model around the module `name`: it takes the 2D mask, the positions and the cache."""
     parts = name.split(".")
@@ -106,12 +111,15 @@ def _survey(model: nn.Module) -> list[tuple[nn.Module, Attentions]]:
         prefix, decoder = _decoder_of(model, name)
         decoders.setdefault(prefix, (decoder, []))[1].append((name[len(prefix) :].lstrip("."), module))
     for decoder, _ in decoders.values():
-        family = cast(Any, decoder.config).model_type
-        if family not in SERVED:
-            raise ValueError(
-                f"model: family {family!r} ({type(decoder).__name__}) isn't served; served: {', '.join(SERVED)}"
-            )
+        name = cast(Any, decoder.config).model_type
+        if name not in SERVED:
+            reason = f": {REFUSED[name]}" if name in REFUSED else f"; served: {', '.join(SERVED)}"
+            raise ValueError(f"model: family {name!r} ({type(decoder).__name__}) isn't served{reason}")
     return list(decoders.values())
+
+
+def _family(decoder: nn.Module) -> Family:
+    return SERVED[cast(Any, decoder.config).model_type]
 
 
 def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None:
@@ -122,19 +130,23 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
     decoder.__dict__["_hf_mla"] = binding = Binding(attentions, experts, config)
     if not config.enabled:
         return
-    key = PatchKey()
+    key, family = PatchKey(), _family(decoder)
     for _, module in attentions:
-        module.__dict__["expand_kv"] = LatentsOrKV(key, module, module.__dict__.get("expand_kv"))
+        if getattr(module, "sliding_window", None) is not None:
+            continue  # transformers' own layer keeps the window's latents, and its own attention reads them
+        module.__dict__["expand_kv"] = LatentsOrKV(
+            key, module, module.__dict__.get("expand_kv"), _expands_first(module)
+        )
         cast(Any, module).config = AttentionConfig(key, module.config)
     for experts_module in experts:
         registered = is_registered(experts_module)
         cast(Any, experts_module).config = ExpertsConfig(key, experts_module.config, registered)
     if config.fused and config.backend != "reference":
         fused.bind(decoder, key)
-    if config.graphs:
+    if config.graphs and family.graphs:
         replaced = decoder.__dict__.get("forward")
         decoder.__dict__["forward"] = GraphedForward(key, decoder, replaced, config.backend)
-    hooks = StepHooks(key, config)
+    hooks = StepHooks(key, config, family)
     # One by one: what is there is taken off again where the next fails.
     binding.handles.append(decoder.register_forward_pre_hook(hooks.before, with_kwargs=True))
     binding.handles.append(decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True))

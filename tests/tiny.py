@@ -4,7 +4,8 @@ import copy
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from packaging.version import Version
+from transformers import PreTrainedConfig, PreTrainedModel
 
 YARN = {
     "rope_type": "yarn",
@@ -52,16 +53,109 @@ FAMILIES = {
 }
 
 
+# 5.15 fills its boolean masks the wrong way round, so stock is only right with eager's.
+SPARSE_ATTENTION = {} if Version(transformers.__version__) >= Version("5.17") else {"attn_implementation": "eager"}
+# Sparse attention that picks 8 tokens, so that most of what is cached is left out. Each indexer head is as wide as its
+# rope part and more.
+SPARSE = {
+    **MOE,
+    "index_topk": 8,
+    "index_head_dim": 24,
+    "index_n_heads": 3,
+    "head_dim": 16,
+    **SPARSE_ATTENTION,
+}
+SINKS = {
+    **SPARSE,
+    "indexer_types": ["full", "shared", "full"],
+    "learnable_sink_init": 1.0,
+    "attn_implementation": "eager",  # stock supports sinks in no other
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+LINEAR = {"linear_head_dim": 12, "linear_num_heads": 3, "linear_conv_kernel_dim": 4}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LLAMA_4_SCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+MORE_FAMILIES = {
+    "axk1": ("AXK1", {**MOE, "head_dim": 16}),
+    "minicpm3": ("MiniCPM3", {"num_attention_heads": 40, "num_key_value_heads": 40, "kv_lora_rank": 256}),
+    "mistral4": ("Mistral4", {**MOE, "rope_parameters": LLAMA_4_SCALE}),
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            "num_hidden_layers": 4,
+            "num_layers": 2,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 16,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "head_dim": 16,
+        },
+    ),
+    "kimi_linear": ("KimiLinear", {**HYBRID, **LINEAR}),
+    "bailing_hybrid": ("BailingHybrid", {**HYBRID, "head_dim": 12}),
+    "deepseek_v32": ("DeepseekV32", SPARSE),
+    "glm_moe_dsa": ("GlmMoeDsa", {**SPARSE, "indexer_types": ["full", "shared", "full"]}),
+    "axk2": ("AXK2", {**SPARSE, "gated_norm_rank": 4}),
+    "hy_v4": ("HYV4", SINKS),
+    "hy_v4_vl_text": ("HYV4VL", {**SINKS, "rope_parameters": MROPE}),
+    "mistral_large4_text": (
+        "MistralLarge4",
+        {
+            **SPARSE,
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "full"],
+            "no_rope_layers": [1, 0, 1, 0],
+            "kv_source_layers": [0, 1, 0, 1],
+        },
+    ),
+    "dots3_note_text": ("Dots3NoteText", {**SPARSE, "num_hidden_layers": 4, "sliding_window_size": 9}),
+    "glm5_next_text": (
+        "Glm5Next",
+        {
+            **SPARSE,
+            **LINEAR,
+            "qk_rope_head_dim": 0,
+            "index_kpool": 4,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        },
+    ),
+}
+WRAPPED = {"hy_v4_vl_text", "mistral_large4_text", "glm5_next_text"}
+EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
+INSTALLED = [name for name, (stem, _) in EVERY_FAMILY.items() if hasattr(transformers, f"{stem}Config")]
+
+
+def config_of(family: str, **changes: object) -> PreTrainedConfig:
+    """A tiny config of `family`; a multimodal one wraps its text config beside a tiny vision tower's."""
+    stem, extra = EVERY_FAMILY[family]
+    values = {**COMMON, **extra, **changes}
+    if family in WRAPPED:
+        return getattr(transformers, f"{stem}Config")(text_config=values, vision_config=VISION)
+    return getattr(transformers, f"{stem}Config")(**values)
+
+
 def build(family: str = "deepseek_v2", seed: int = 0, sharp: float = 4.0, **changes: object) -> PreTrainedModel:
     """A random model of `family` in fp32, eval mode.
 
     `sharp` scales the query projections, so that softmax is far from uniform and a wrong key shows; the embeddings
     are N(0, 1).
     """
-    name, extra = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **extra, **changes})
+    config = config_of(family, **changes)
+    stem = EVERY_FAMILY[family][0].removesuffix("Text")
+    kind = "ForConditionalGeneration" if family in WRAPPED else "ForCausalLM"
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{stem}{kind}")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim >= 2:

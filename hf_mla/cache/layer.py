@@ -111,8 +111,8 @@ class PagedMLALayer(CacheLayerMixin):
         self.grow(step.num_blocks)
         kernels.write_latents(
             self.pages,
-            ckv.reshape(-1, ckv.shape[-1]).to(self.layout.dtype),
-            k_pe.reshape(-1, k_pe.shape[-1]).to(self.layout.dtype),
+            ckv.flatten(0, 2).to(self.layout.dtype),
+            k_pe.flatten(0, 2).to(self.layout.dtype),
             step.on(self.device).slot_mapping,
             base=step.base_of(self.layer_idx),
         )

@@ -11,10 +11,17 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from .. import compat
 from ..config import MLAConfig
+from .indexed import PagedIndexedLayer
 from .layer import PagedMLALayer
 from .report import MemoryReport, report_html, report_line
 from .sequences import SequenceTable
@@ -43,6 +50,8 @@ class PagedMLACache(Cache):
         >>> model.generate(**inputs, past_key_values=cache)
     """
 
+    layers: list[Any]
+
     def __init__(
         self,
         config: PreTrainedConfig | None = None,
@@ -61,28 +70,49 @@ class PagedMLACache(Cache):
         self.table = SequenceTable(block_size, max_blocks)
         self._step: StepPlan | None = None  # between begin_step and end_step
         self._plain_step: StepPlan | None = None  # the last one of an unpatched model
+        self._spoiled = False  # a pass failed that can't be undone
         self.expected_columns = 0  # blocks that the longest row will have, as far as told by reserve_tokens
         super().__init__(layers=self._build_layers())
 
-    def _new_layer(self, layer_idx: int) -> PagedMLALayer:
+    def _new_layer(self, layer_idx: int, kind: type[PagedMLALayer] = PagedMLALayer) -> PagedMLALayer:
         options = self.options
-        return PagedMLALayer(layer_idx, options.block_size, options.entry_alignment, options.cache_dtype)
+        return kind(layer_idx, options.block_size, options.entry_alignment, options.cache_dtype)
 
     def _build_layers(self) -> list:
         if self.model_config is None:
             return []
-        if getattr(self.model_config, "kv_lora_rank", None) is None:
+        if getattr(compat.layer_config(self.model_config, 0), "kv_lora_rank", None) is None:
             raise ValueError(
                 f"config: {type(self.model_config).__name__} has no kv_lora_rank, so its model has no multi-head "
                 "latent attention; use transformers' DynamicCache"
             )
         layers = DynamicCache(config=self.model_config).layers
-        return [self._new_layer(i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(layers)]
+        kinds = {DynamicLayer: PagedMLALayer, DynamicIndexedLayer: PagedIndexedLayer}
+        return [
+            self._new_layer(i, kinds[type(layer)]) if type(layer) in kinds else layer for i, layer in enumerate(layers)
+        ]
+
+    def adopt(self, config: PreTrainedConfig) -> None:
+        """Lay out the layers as a model's config says, where the cache was made without one and is still empty."""
+        if self.model_config is None and not self.layers:
+            self.model_config = config.get_text_config(decoder=True)
+            self.layers = self._build_layers()
 
     @property
     def mla_layers(self) -> list[PagedMLALayer]:
         """The layers that hold latents."""
         return [layer for layer in self.layers if isinstance(layer, PagedMLALayer)]
+
+    @property
+    def is_all_mla(self) -> bool:
+        """Whether stored lengths say all that a mask says: no layer reads one, as indexers and linear layers do."""
+        return all(type(layer) is PagedMLALayer for layer in self.layers)
+
+    @property
+    def _stock_layers(self) -> list[Any]:
+        """The layers that are transformers' own, those beside a PagedIndexedLayer's pages included."""
+        layers = [layer.indexer if isinstance(layer, PagedIndexedLayer) else layer for layer in self.layers]
+        return [layer for layer in layers if not isinstance(layer, PagedMLALayer)]
 
     @property
     def batch_size(self) -> int:
@@ -113,6 +143,11 @@ class PagedMLACache(Cache):
             PoolExhausted: (a ValueError) `max_tokens` is reached. The cache is unchanged.
         """
         self.end_step(failed=True)  # of a pass that a KeyboardInterrupt left open: torch runs no hooks for it
+        if self._spoiled:
+            raise ValueError(
+                "cache: an earlier pass failed halfway, and layers that aren't latent attention can't be put back; "
+                "reset() the cache or use a new one"
+            )
         self._check_batch(batch_size)
         plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
         new_kept, as_stored = self._read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
@@ -137,6 +172,7 @@ class PagedMLACache(Cache):
     ) -> StepPlan:
         """Take blocks for the new columns, all or none of them."""
         past = self.table.length
+        picks = any(isinstance(layer, PagedIndexedLayer) for layer in self.layers)
         extension = self.table.extend(new_kept, batch_size, num_new)
         try:
             for layer in self.mla_layers:
@@ -147,7 +183,7 @@ class PagedMLACache(Cache):
         return StepPlan(
             extension=extension,
             block_table=self.table.table,
-            history_slots=self.table.slots_of_columns() if past and not absorbed else None,
+            history_slots=self.table.slots_of_columns() if past and (picks or not absorbed) else None,
             absorbed=absorbed,
             num_blocks=self.table.allocator.num_blocks,
             backend=backend,
@@ -187,8 +223,21 @@ class PagedMLACache(Cache):
         if step is None or not failed:
             return
         self.table.undo(step.extension)
+        self._trim()
+        if any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) or getattr(layer, "is_sliding", False)
+            for layer in self._stock_layers
+        ):
+            self._spoiled = self.table.length > 0  # their states have no past to go back to
+            if not self._spoiled:
+                self.reset()
+
+    def _trim(self) -> None:
+        """Bring the layers with pages back to the table's length."""
         for layer in self.mla_layers:
             layer.length = min(layer.length, self.table.length)
+            if isinstance(layer, PagedIndexedLayer):
+                layer.crop_indexer(self.table.length)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -213,10 +262,13 @@ class PagedMLACache(Cache):
         layer.prepare(key_states, value_states)
         step = self._unplanned_step(layer, key_states) if self._step is None else self._step
         layer.write(key_states, value_states, step)
-        if step.history_slots is None:
-            return key_states, value_states
-        ckv, k_pe = layer.history(step)
-        return ckv.to(key_states.dtype), k_pe.to(value_states.dtype)
+        step.holders[id(key_states)] = layer_idx
+        latents = key_states, value_states
+        if not step.absorbed and step.history_slots is not None:
+            ckv, k_pe = layer.history(step)
+            latents = ckv.to(key_states.dtype), k_pe.to(value_states.dtype)
+        expand, step.expand = step.expand, None
+        return latents if expand is None else expand(*latents)
 
     def _unplanned_step(self, layer: PagedMLALayer, key_states: torch.Tensor) -> StepPlan:
         """The step of a model that isn't patched: its first layer opens it, and every column is stored."""
@@ -233,22 +285,20 @@ class PagedMLACache(Cache):
         """
         count = compat.columns_to_crop(tokens_to_remove, self.table.length)
         self.table.crop(count)
+        self._trim()
         for layer in self.layers:
-            if isinstance(layer, PagedMLALayer):
-                layer.length = min(layer.length, self.table.length)
-            else:
+            if not isinstance(layer, PagedMLALayer):
                 layer.crop(-count)
 
     def _change_rows(self, indices: Sequence[int], change: Callable[[Any], None]) -> None:
-        """Make row i the former row `indices[i]`, with `change` on the layers that aren't MLA."""
+        """Make row i the former row `indices[i]`, with `change` on the layers that are transformers' own."""
         if not indices:  # no row is left, or none was there
             self.reset()
             return
         if self.table.length:
             self.table.select(indices)
-        for layer in self.layers:
-            if not isinstance(layer, PagedMLALayer):
-                change(layer)
+        for layer in self._stock_layers:
+            change(layer)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i the former row `beam_idx[i]`, [B]; rows share blocks until one writes."""
@@ -272,12 +322,15 @@ class PagedMLACache(Cache):
     def reset(self) -> None:
         """Forget all tokens. The pool keeps its memory, all blocks free."""
         self._step = self._plain_step = None
+        self._spoiled = False
         self.table.reset()
         for layer in self.layers:
-            if isinstance(layer, PagedMLALayer):
-                layer.length = 0
-            else:
+            if not isinstance(layer, PagedMLALayer):
                 layer.reset()
+                continue
+            layer.length = 0
+            if isinstance(layer, PagedIndexedLayer):
+                layer.reset_indexer()
 
     def reserve_tokens(self, tokens_per_row: Sequence[int]) -> None:
         """Have blocks ready for rows of these many stored tokens, so that the pages are made once and never copied.

@@ -5,8 +5,17 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from .. import compat
 from .layer import PagedMLALayer
+from .layout import EntryLayout
 from .sequences import SequenceTable
+
+
+def _expanded_bytes(config: PreTrainedConfig, layer_idx: int, layout: EntryLayout) -> int:
+    """Bytes of one token's expanded key and value in a layer."""
+    layer = compat.layer_config(config, layer_idx)
+    head_values = layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim
+    return layer.num_attention_heads * head_values * layout.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -42,14 +51,12 @@ class MemoryReport:
         cls, table: SequenceTable, layers: Sequence[PagedMLALayer], config: PreTrainedConfig | None
     ) -> "MemoryReport":
         """Read off a cache's book and layers."""
-        layouts = [layer.layout for layer in layers if layer.layout is not None]
-        block_bytes = sum(layout.block_bytes for layout in layouts)
+        layouts = {layer.layer_idx: layer.layout for layer in layers if layer.layout is not None}
+        block_bytes = sum(layout.block_bytes for layout in layouts.values())
         tokens = sum(table.stored)
         expanded = None
-        if config is not None and hasattr(config, "v_head_dim"):
-            head_values = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-            values = tokens * config.num_attention_heads * head_values
-            expanded = sum(values * layout.dtype.itemsize for layout in layouts)
+        if config is not None:
+            expanded = sum(tokens * _expanded_bytes(config, i, layout) for i, layout in layouts.items())
         return cls(
             rows=max(table.batch_size, 0),
             tokens=tokens,

@@ -3,6 +3,7 @@
 B rows, q new columns a row, L padded columns including the new ones, M table columns
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,11 +36,13 @@ class StepPlan:
         extension: The new columns (host tensors).
         block_table: [B, M] int32 on the host.
         history_slots: [B, L] int64 on the host, the slot of every padded column, where the step needs the history
-            expanded; None where it doesn't (no history yet, or absorbed).
+            expanded or picks columns from it; None where it doesn't (no history yet, or all of it is read in pages).
         absorbed: Attention reads the pages with absorbed weights; latents are passed on unexpanded.
         num_blocks: Blocks each layer's pages must have.
         backend: Kernels asked for.
         page_bases: [layers] int64 on the device, the pages' addresses, where a captured graph reads them from memory.
+        expand: What the next update must do to the latents that it returns, where the model won't.
+        holders: Which layer holds the latents that attention is handed, by the tensor's id: layers may share them.
     """
 
     extension: Extension
@@ -49,6 +52,8 @@ class StepPlan:
     num_blocks: int
     backend: str
     page_bases: torch.Tensor | None = None
+    expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    holders: dict[int, int] = field(default_factory=dict)
     _devices: dict[torch.device, DeviceStep] = field(default_factory=dict)
     _history: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     _decode: dict[tuple[EntryLayout, int, torch.device], kernels.DecodePlan] = field(default_factory=dict)
