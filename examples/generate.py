@@ -24,6 +24,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to generate")
     parser.add_argument("--backend", help="attention kernels: reference, triton or flashinfer (else chosen by hf_mla)")
     parser.add_argument("--compare", action="store_true", help="also generate with transformers' own cache")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16", "auto"],
+        help="dtype of the weights: the checkpoint's (auto), or on the CPU float32, so that rounding splits no ties",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -50,7 +55,8 @@ def report(title: str, tokenizer: Any, sequences: torch.Tensor, prompt_length: i
 def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "auto")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
     inputs = tokenizer(args.prompt, return_tensors="pt").to(args.device)
     length = inputs["input_ids"].shape[1]
 
