@@ -1,6 +1,6 @@
 """Text, tokenizer and batches for `train_small_model.py`.
 
-Shape legend: N rows, T tokens of a row, K facts of a row, F tokens of a fact.
+Shape legend: N rows, T tokens of a row, K facts of a row, F tokens of a fact, M attention weights of a lesson.
 """
 
 from __future__ import annotations
@@ -97,12 +97,22 @@ def encode_stream(tokenizer: Any, chapters: list[Chapter]) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Lesson:
+    """Attention that a row needs: in `layer`, the tokens at `queries` [N, M] should look at those at `keys` [N, M]."""
+
+    layer: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Rows:
     """ids [N, T] int64 and `targets` [any] int64: flat positions (row * T + t, t >= 1) whose tokens carry loss."""
 
     ids: torch.Tensor
     targets: torch.Tensor
+    lessons: tuple[Lesson, ...] = ()
 
 
 class BatchMaker:
@@ -116,15 +126,19 @@ class BatchMaker:
         def encode(text: str) -> list[int]:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-        facts = [encode(f"\n{FACT.format(name=name)} {'0' * DIGITS}.\n") for name in NAMES]
+        facts = [encode(f"{FACT.format(name=name)} {'0' * DIGITS}.\n") for name in NAMES]
         if len({len(fact) for fact in facts}) != 1:
             raise ValueError("NAMES must be single tokens: train the tokenizer with them, or on more text")
         self.facts = torch.tensor(facts, device=self.device)
         self.digits = torch.tensor([encode(str(digit)) for digit in range(10)], device=self.device).flatten()
-        zero = encode("0")[0]
-        self.first_digit = facts[0].index(zero)
+        self.newline = encode("\n")[0]
+        self.name = next(at for at, pair in enumerate(zip(*facts[:2], strict=True)) if pair[0] != pair[1])
+        self.first_digit = facts[0].index(encode("0")[0])
         self.fact_length = len(facts[0])
-        self.vocabulary = torch.unique(stream)
+
+    def most_facts(self, length: int) -> int:
+        """How many facts a row of `length` tokens can state and ask for."""
+        return min((length - 2) // self.fact_length // 2, len(NAMES))
 
     def text(self, rows: int, length: int) -> Rows:
         """Running text; every token carries loss."""
@@ -132,40 +146,49 @@ class BatchMaker:
         positions = torch.arange(rows * length, device=self.device).view(rows, length)
         return Rows(ids, positions[:, 1:].flatten())
 
-    def copies(self, rows: int, length: int, period: int) -> Rows:
-        """Random tokens that repeat after `period`; the repetition carries loss. Teaches looking back early."""
-        drawn = torch.randint(len(self.vocabulary), (rows, period), device=self.device)
-        repeated = torch.arange(length, device=self.device) % period
-        ids = self.vocabulary[drawn][:, repeated]
-        positions = torch.arange(rows * length, device=self.device).view(rows, length)
-        return Rows(ids, positions[:, period:].flatten())
-
     def recall(self, rows: int, length: int, facts: int) -> Rows:
         """Running text with `facts` sentences written over it twice each; the numbers' second time carries loss.
 
-        In half of the rows all first times come before all second times, so that long ways back are as frequent
-        as short ones. Raises ValueError if the row is too short.
+        In half of the rows all first times come before all second times, so that the number must be chosen by its
+        name among `facts`, and long ways back are as frequent as short ones. Two lessons come along: each digit (and
+        the space before the number) is to look at its sentence's name in the first layer, and what precedes an asked
+        digit is to look, in the second, at that digit's first time. Raises ValueError if the row is too short.
         """
-        slots = (length - 1) // self.fact_length
-        if not 1 <= facts <= min(slots // 2, len(NAMES)):
-            raise ValueError(f"facts must be in 1..{min(slots // 2, len(NAMES))} at length={length}, got {facts}")
-        first, second = self._two_places(rows, slots, facts)
-        spare = length - 1 - slots * self.fact_length
-        offset = 1 + torch.randint(spare + 1, (rows, 1), device=self.device)
+        most = self.most_facts(length)
+        if not 1 <= facts <= most:
+            raise ValueError(f"facts must be in 1..{most} at length={length}, got {facts}")
+        slots = (length - 2) // self.fact_length
+        places = self._two_places(rows, slots, facts)
+        spare = length - 2 - slots * self.fact_length
+        offset = 2 + torch.randint(spare + 1, (rows, 1), device=self.device)
         names = torch.rand(rows, len(NAMES), device=self.device).argsort(1)[:, :facts]
         sentences = self.facts[names]
         drawn = torch.randint(10, (rows, facts, DIGITS), device=self.device)
         drawn[..., 0] = torch.randint(1, 10, (rows, facts), device=self.device)
         sentences[..., self.first_digit : self.first_digit + DIGITS] = self.digits[drawn]
         ids = self._slices(rows, length)
+        starts = [place * self.fact_length + offset for place in places]
+        ids.scatter_(1, torch.cat(starts, 1) - 1, self.newline)
         within = torch.arange(self.fact_length, device=self.device)
-        for places in (first, second):
-            at = (places * self.fact_length + offset)[..., None] + within
+        first, second = (start[..., None] + within for start in starts)
+        for at in (first, second):
             ids.scatter_(1, at.flatten(1), sentences.flatten(1))
         # the space before the number carries loss as well: generation starts with it
-        answers = at[..., self.first_digit - 1 :]
+        answers = slice(self.first_digit - 1, self.first_digit + DIGITS)
         row = torch.arange(rows, device=self.device)[:, None, None] * length
-        return Rows(ids, (answers + row).flatten())
+        return Rows(ids, (second[..., answers] + row).flatten(), self._lessons(first, second))
+
+    def _lessons(self, first: torch.Tensor, second: torch.Tensor) -> tuple[Lesson, ...]:
+        """Lessons for sentences whose tokens stand at `first` and again at `second`, both [N, K, F]."""
+        digits = slice(self.first_digit, self.first_digit + DIGITS)
+        before = slice(self.first_digit - 1, self.first_digit + DIGITS - 1)
+        both = torch.cat([first, second], 1)
+        numbers = both[..., self.first_digit - 1 : self.first_digit + DIGITS]
+        named = both[..., self.name, None].expand_as(numbers)
+        return (
+            Lesson(0, numbers.flatten(1), named.flatten(1)),
+            Lesson(1, second[..., before].flatten(1), first[..., digits].flatten(1)),
+        )
 
     def _slices(self, rows: int, length: int) -> torch.Tensor:
         start = torch.randint(len(self.stream) - length, (rows, 1), device=self.device)

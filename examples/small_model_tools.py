@@ -1,6 +1,6 @@
-"""What training the small model needs beside its data: load balance, dropout, mixed precision, safe kernels.
+"""What training the small model needs beside its data: load balance, guided attention, dropout, mixed precision.
 
-Shape legend: N rows, T tokens of a row.
+Shape legend: N rows, T tokens of a row, H heads, M attention weights of a lesson.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from small_model_data import Rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, dropout
 from transformers import DeepseekV2ForCausalLM
@@ -47,6 +48,29 @@ class Routing:
     def lowest_load(self) -> float:
         """Least share of the tokens that any expert got, in the last forward (even: 1 / experts)."""
         return torch.stack(self.loads).min().item() if self.loads else 0.0
+
+
+def guidance(attentions: tuple[torch.Tensor, ...], parts: list[Rows]) -> torch.Tensor:
+    """Mean loss of the lessons of `parts`, whose rows follow each other in `attentions` (a layer each, [N, H, T, T]).
+
+    A lesson's loss is -log of the weights that its layer's first head gives where it should look; the other heads
+    stay free. Supervised attention (Liu et al., 2016), here to break the tie that keeps two heads that depend on
+    each other from being learnt.
+    """
+    losses, start = [], 0
+    for rows in parts:
+        for lesson in rows.lessons:
+            weights = attentions[lesson.layer][start : start + len(rows.ids), 0]
+            row = torch.arange(len(rows.ids), device=weights.device)[:, None]
+            losses.append(-(weights[row, lesson.queries, lesson.keys].float() + 1e-5).log().mean())
+        start += len(rows.ids)
+    return torch.stack(losses).sum()
+
+
+def set_attention(model: torch.nn.Module, name: str) -> None:
+    """Has `model` attend by "sdpa", or by "eager", which shows its weights."""
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
 
 
 def add_dropout(model: DeepseekV2ForCausalLM, rate: float) -> None:

@@ -6,11 +6,12 @@ copyright). Make the file, one verse a line with its reference, and train on a G
     apt-get install bible-kjv bible-kjv-text && bible -f ge1:1-re22:21 < /dev/null > kjv.txt
     python examples/train_small_model.py --text kjv.txt
 
-Three kinds of rows share a batch: running text (language), running text with numbers to remember (recall), and
-repeated random tokens (an early lesson in looking back). Rows grow from 64 to 4096 tokens, each time that recall has
-been learnt at the length before. Text is shared out so that it is read `--text-epochs` times, however fast the
-machine is; the schedule follows the clock, so that training ends after `--minutes`. The checkpoint with the best
-held-out loss and recall is saved.
+Two kinds of rows share a batch: running text (language), and running text with numbers to remember (recall). Loss
+alone teaches to answer with any of a row's numbers, but hardly to choose it by name: this takes two attention heads,
+neither of which is worth anything without the other. So the shortest rows teach these heads where to look (see
+`guidance`). Rows grow from 128 to 4096 tokens, each time that recall has been learnt at the length before. Text is
+shared out so that it is read `--text-epochs` times, however fast the machine is; the schedule follows the clock, so
+that training ends after `--minutes`. The checkpoint with the best held-out loss and recall is saved.
 """
 
 from __future__ import annotations
@@ -27,16 +28,26 @@ import torch
 from recall import build_recall_prompts, recall_accuracy, text_loss
 from small_model_card import HELD_OUT_FILE, finish
 from small_model_data import BatchMaker, Rows, encode_stream, read_chapters, split_by_books, train_tokenizer
-from small_model_tools import MixedOptimizer, Routing, add_dropout, choose_experts, safe_attention
+from small_model_tools import (
+    MixedOptimizer,
+    Routing,
+    add_dropout,
+    choose_experts,
+    guidance,
+    safe_attention,
+    set_attention,
+)
 from torch.nn.functional import cross_entropy
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, GenerationConfig
 
 MAX_LENGTH = 4096
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-LEARNT = 0.3  # recall loss (nats a token) at which rows grow: most digits are right. Guessing gives 1.3
-COPY_LEVELS = 3  # lengths at which rows of repeated tokens are mixed in
-MAX_FACTS = 24
-LOSS_WEIGHTS = {"text": 1.0, "recall": 1.0, "copy": 0.25, "balance": 0.01}
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+LEARNT = 0.06  # recall loss (nats a token) at which rows grow; a number of the row, not chosen by name, costs 0.28
+EVAL_LENGTHS = (500, 3500)
+ASKED_FACTS = 4  # of how many the recall loss is measured
+GUIDED_LEVELS = 2  # lengths at which heads are taught where to look
+LEAST_FACTS, MOST_FACTS = 3, 48
+LOSS_WEIGHTS = {"text": 1.0, "recall": 2.0, "guidance": 0.3, "balance": 0.01}
 
 
 def parse_args() -> argparse.Namespace:
@@ -48,8 +59,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text-epochs", type=float, default=30, help="times that the training text is read")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate of AdamW")
     parser.add_argument("--dropout", type=float, default=0.1, help="dropout of what each sublayer adds")
-    parser.add_argument("--eval-seconds", type=float, default=20, help="time between evaluations")
-    parser.add_argument("--eval-prompts", type=int, default=16, help="recall prompts for each depth")
+    parser.add_argument("--eval-seconds", type=float, default=30, help="time between evaluations")
+    parser.add_argument("--eval-prompts", type=int, default=8, help="recall prompts for each depth and length")
     parser.add_argument("--max-length", type=int, default=MAX_LENGTH, help="longest row of the curriculum")
     parser.add_argument("--held-out-tokens", type=int, help="evaluate on the first tokens of the held-out text only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -92,19 +103,28 @@ def make_model(tokenizer: Any, device: str, dtype: torch.dtype) -> DeepseekV2For
     return model
 
 
-def losses_of(model: DeepseekV2ForCausalLM, parts: dict[str, Rows], routing: Routing) -> dict[str, torch.Tensor]:
-    """Mean loss of each kind of rows, and of the routers; logits are made only where they are needed."""
+def losses_of(
+    model: DeepseekV2ForCausalLM, parts: dict[str, Rows], routing: Routing, guided: bool
+) -> dict[str, torch.Tensor]:
+    """Mean loss of each kind of rows, of the lessons if `guided`, and of the routers in training.
+
+    Logits are made only where they are needed. `guided` needs eager attention.
+    """
     ids = torch.cat([rows.ids for rows in parts.values()])
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    output = model.model(input_ids=ids, use_cache=False, output_attentions=guided)
     flat = ids.flatten()
     shift, targets = 0, []
     for rows in parts.values():
         targets.append(rows.targets + shift)
         shift += rows.ids.numel()
     where = torch.cat(targets)
+    hidden = output.last_hidden_state.flatten(0, 1)
     each = cross_entropy(model.lm_head(hidden.index_select(0, where - 1)).float(), flat[where], reduction="none")
     split = each.split([len(rows) for rows in targets])
-    return {**{kind: loss.mean() for kind, loss in zip(parts, split, strict=True)}, "balance": routing.take()}
+    losses = {kind: loss.mean() for kind, loss in zip(parts, split, strict=True)}
+    if guided:
+        losses["guidance"] = guidance(output.attentions, list(parts.values()))
+    return {**losses, "balance": routing.take()} if model.training else losses
 
 
 def total(losses: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -119,34 +139,41 @@ class Composer:
         self.batch_tokens = args.batch_tokens
         self.text_budget = args.text_epochs * len(maker.stream)
         self.lengths = [length for length in LENGTHS if length <= args.max_length]
+        if not self.lengths:
+            raise ValueError(f"--max-length must be at least {LENGTHS[0]}, got {args.max_length}")
         self.level = 0
         self.text_tokens = 0
         self.rng = random.Random(args.seed)
 
-    def heed(self, recall_loss: float) -> None:
-        """Lengthens the rows if the mean recall loss since the last call shows that these are learnt."""
-        if recall_loss < LEARNT:
+    @torch.no_grad()
+    def grow(self, model: DeepseekV2ForCausalLM, routing: Routing) -> None:
+        """Lengthens the rows if the recall loss at this length, measured without dropout, shows that it is learnt."""
+        length = self.lengths[self.level]
+        rows = max(1, self.batch_tokens // length)
+        parts = {"recall": self.maker.recall(rows, length, ASKED_FACTS)}
+        model.eval()
+        loss = losses_of(model, parts, routing, guided=False)["recall"].item()
+        model.train()
+        if loss < LEARNT:
             self.level = min(self.level + 1, len(self.lengths) - 1)
+
+    @property
+    def guided(self) -> bool:
+        """Whether rows are still so short that heads are taught where to look."""
+        return self.level < GUIDED_LEVELS
 
     def compose(self, progress: float) -> dict[str, Rows]:
         """Rows of one step; `progress` is in 0..1."""
         length = self.lengths[self.level]
         if self.rng.random() < 0.35:  # shorter rows come back now and then, so that what they taught stays
             length = self.rng.choice(self.lengths[: self.level + 1])
-        rows = max(3, self.batch_tokens // length)
+        rows = max(2, self.batch_tokens // length)
         behind = self.text_budget * progress - self.text_tokens
         text = min(max(1, round(behind / length)), rows // 2)
-        copies = max(1, rows // 8) if self.level < COPY_LEVELS else 0
-        most = min((length - 1) // self.maker.fact_length // 2, MAX_FACTS)
-        facts = round(math.exp(self.rng.uniform(0, math.log(most))))
+        most = min(self.maker.most_facts(length), MOST_FACTS)
+        facts = round(LEAST_FACTS * (most / LEAST_FACTS) ** self.rng.random())
         self.text_tokens += text * length
-        parts = {
-            "text": self.maker.text(text, length),
-            "recall": self.maker.recall(max(1, rows - text - copies), length, facts),
-        }
-        if copies:
-            parts["copy"] = self.maker.copies(copies, length, self.rng.randint(length // 8, length // 2))
-        return parts
+        return {"text": self.maker.text(text, length), "recall": self.maker.recall(rows - text, length, facts)}
 
 
 def learning_rate(progress: float) -> float:
@@ -182,16 +209,19 @@ def train(args: argparse.Namespace, model: DeepseekV2ForCausalLM, tokenizer: Any
     experts = choose_experts(model, maker.text(2, 256).ids)
     add_dropout(model, args.dropout)
     optimizer = MixedOptimizer(model, args.lr, args.device)
-    prompts = build_recall_prompts(
-        tokenizer, held_out, length=min(1000, args.max_length - 24), per_depth=args.eval_prompts, seed=1
-    )
+    prompts = [
+        prompt
+        for length in sorted({min(length, args.max_length - 24) for length in EVAL_LENGTHS})
+        for prompt in build_recall_prompts(tokenizer, held_out, length=length, per_depth=args.eval_prompts, seed=1)
+    ]
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters, {len(stream):,} training tokens")
     began = logged = evaluated = time.monotonic()
     step, tokens, seconds, last_tokens = 0, 0, 60 * args.minutes, 0
     sums: dict[str, list[torch.Tensor]] = {}
     while (progress := (time.monotonic() - began) / seconds) < 1:
         parts = composer.compose(progress)
-        losses = losses_of(model, parts, routing)
+        set_attention(model, "eager" if composer.guided else "sdpa")
+        losses = losses_of(model, parts, routing, composer.guided)
         total(losses).backward()
         optimizer.step(learning_rate(progress))
         step, tokens = step + 1, tokens + sum(rows.ids.numel() for rows in parts.values())
@@ -207,7 +237,7 @@ def train(args: argparse.Namespace, model: DeepseekV2ForCausalLM, tokenizer: Any
                 f"{(tokens - last_tokens) / (now - logged):,.0f} tokens/s",
                 flush=True,
             )
-            composer.heed(means["recall"])
+            composer.grow(model, routing)
             logged, last_tokens = time.monotonic(), tokens
             sums.clear()
         routing.loads.clear()
@@ -236,8 +266,9 @@ def evaluate(
 ) -> None:
     """Prints held-out loss and recall, and offers the weights as the best."""
     model.eval()
+    set_attention(model, "sdpa")
     loss = text_loss(model, tokenizer, held_out, window=512, batch_size=32, max_tokens=args.held_out_tokens)
-    recall = recall_accuracy(model, tokenizer, prompts, batch_size=len(prompts))
+    recall = recall_accuracy(model, tokenizer, prompts, batch_size=32)
     model.train()
     kept = best.offer(model, loss.per_token, sum(recall.values()) / len(recall), note)
     depths = " ".join(f"{depth}: {share:.2f}" for depth, share in recall.items())
