@@ -94,7 +94,7 @@ def pick_config(pairs: int, experts: int, device: torch.device) -> Config:
     return replace(config, up=fitted(config.up), down=fitted(config.down))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _align_kernel(
     index_ptr, expert_ptr, pair_ptr, pairs, tiles,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PAIRS_PAD: tl.constexpr, TILES_PAD: tl.constexpr,
@@ -167,7 +167,7 @@ def _product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _up_kernel(
     x_ptr, w_ptr, act_ptr, expert_ptr, pair_ptr, x_st, pairs,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, ALIGN: tl.constexpr,
@@ -198,7 +198,7 @@ def _up_kernel(
     tl.store(at, act.to(dtype), mask=live[None, :] & (column < INNER)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _down_kernel(
     act_ptr, w_ptr, part_ptr, expert_ptr, pair_ptr, pairs,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, ALIGN: tl.constexpr, SPLITS: tl.constexpr,
@@ -222,7 +222,7 @@ def _down_kernel(
     tl.store(at, acc.to(part_ptr.dtype.element_ty), mask=live[None, :] & (row < HIDDEN)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _sum_kernel(
     part_ptr, index_ptr, weight_ptr, out_ptr, pairs,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SPLITS: tl.constexpr,
