@@ -1,7 +1,10 @@
 """A patched model beside an unpatched one: what doesn't decode from pages is stock, what does follows changes."""
 
+import contextlib
+import gc
 import importlib
 import threading
+import weakref
 
 import peft
 import pytest
@@ -226,6 +229,25 @@ def test_weights_loaded_or_edited_after_the_patch_are_the_ones_used(model, assig
         with torch.no_grad():
             which.model.layers[1].self_attn.kv_b_proj.weight.mul_(-2)
     assert relative_error(paged_scores(model), stock_scores(other)) < TOLERANCE
+
+
+def test_a_hook_on_kv_b_proj_is_followed(model):
+    other = hf_mla.unpatch(twin(model))
+    for which in (model, other):
+        which.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out * -2)
+    assert relative_error(paged_scores(model), stock_scores(other)) < TOLERANCE
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_keeps_no_cache_alive(model, fails):
+    cache = PagedMLACache()
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: 1 / (not fails) and None)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        logits(model, cache, BATCH["input_ids"])
+    alive = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert alive() is None
 
 
 BAD = [
