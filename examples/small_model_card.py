@@ -49,9 +49,9 @@ is 4821." written over running text, and repeated later. Weights: Apache 2.0, as
 ## Training
 
 {minutes:.1f} minutes on {hardware} ({versions}): {steps:,} steps, {tokens:,} tokens in rows of 128 to {longest},
-bf16 weights with float32 masters, Muon and AdamW, experts as {experts}. In rows of up to 256 tokens two heads were
-taught where to look: the first of the first layer from a number to its name, the first of the second from a question
-to its answer. Kept: {checkpoint}, the best by held-out loss and recall.
+bf16 weights with float32 masters, Muon and AdamW, experts as {experts}. Two heads were taught where to look: the
+first of the first layer from a number to its name, the first of the second layer from a question to its answer. Kept:
+{checkpoint}, the best by held-out loss and recall.
 
 ## Measured
 

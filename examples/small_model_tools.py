@@ -5,7 +5,7 @@ Shape legend: N rows, T tokens of a row, H heads, M attention weights of a lesso
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from small_model_data import Rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, dropout
-from transformers import DeepseekV2ForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, DeepseekV2ForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 
 @dataclass
@@ -50,27 +52,45 @@ class Routing:
         return torch.stack(self.loads).min().item() if self.loads else 0.0
 
 
-def guidance(attentions: tuple[torch.Tensor, ...], parts: list[Rows]) -> torch.Tensor:
-    """Mean loss of the lessons of `parts`, whose rows follow each other in `attentions` (a layer each, [N, H, T, T]).
+@dataclass
+class Guidance:
+    """Teaches the first head of some layers where to look, by the lessons that rows bring along.
 
-    A lesson's loss is -log of the weights that its layer's first head gives where it should look; the other heads
+    A lesson's loss is the cross entropy of the head's attention against the token it should look at; the other heads
     stay free. Supervised attention (Liu et al., 2016), here to break the tie that keeps two heads that depend on
     each other from being learnt.
     """
-    losses, start = [], 0
-    for rows in parts:
-        for lesson in rows.lessons:
-            weights = attentions[lesson.layer][start : start + len(rows.ids), 0]
-            row = torch.arange(len(rows.ids), device=weights.device)[:, None]
-            losses.append(-(weights[row, lesson.queries, lesson.keys].float() + 1e-5).log().mean())
-        start += len(rows.ids)
-    return torch.stack(losses).sum()
 
+    NAME = "sdpa_seen"
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
 
-def set_attention(model: torch.nn.Module, name: str) -> None:
-    """Has `model` attend by "sdpa", or by "eager", which shows its weights."""
-    if model.config._attn_implementation != name:
-        model.set_attn_implementation(name)
+    def watch(self, model: DeepseekV2ForCausalLM) -> None:
+        """Has `model` attend by sdpa through this object, which keeps the first head's queries and keys [N, T, D]."""
+
+        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+            if module.training:
+                self.seen[module.layer_idx] = query[:, 0], key[:, 0], options["scaling"]
+            return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+        AttentionInterface.register(self.NAME, attend)
+        AttentionMaskInterface.register(self.NAME, sdpa_mask)
+        model.set_attn_implementation(self.NAME)
+
+    def take(self, parts: Iterable[Rows]) -> torch.Tensor:
+        """Mean loss of each lesson, summed; `parts` are the rows of the last forward, in order. Forgets it."""
+        losses, start = [], 0
+        for rows in parts:
+            stop = start + len(rows.ids)
+            for lesson in rows.lessons:
+                query, key, scale = self.seen[lesson.layer]
+                chosen = query[start:stop].gather(1, lesson.queries[..., None].expand(-1, -1, query.shape[-1]))
+                scores = chosen.float() @ key[start:stop].float().mT * scale  # [N, M, T]
+                later = torch.arange(scores.shape[-1], device=scores.device) > lesson.queries[..., None]
+                scores = scores.masked_fill(later, -torch.inf)
+                losses.append(cross_entropy(scores.flatten(0, 1), lesson.keys.flatten()))
+            start = stop
+        self.seen.clear()
+        return torch.stack(losses).sum()
 
 
 def add_dropout(model: DeepseekV2ForCausalLM, rate: float) -> None:

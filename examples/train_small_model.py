@@ -8,8 +8,8 @@ copyright). Make the file, one verse a line with its reference, and train on a G
 
 Two kinds of rows share a batch: running text (language), and running text with numbers to remember (recall). Loss
 alone teaches to answer with any of a row's numbers, but hardly to choose it by name: this takes two attention heads,
-neither of which is worth anything without the other. So the shortest rows teach these heads where to look (see
-`guidance`). Rows grow from 128 to 4096 tokens, each time that recall has been learnt at the length before. Text is
+neither of which is worth anything without the other. So these heads are taught where to look (see `Guidance`). Rows
+grow from 128 to 4096 tokens, each time that recall has been learnt at the length before, or its time is over. Text is
 shared out so that it is read `--text-epochs` times, however fast the machine is; the schedule follows the clock, so
 that training ends after `--minutes`. The checkpoint with the best held-out loss and recall is saved.
 """
@@ -28,24 +28,16 @@ import torch
 from recall import build_recall_prompts, recall_accuracy, text_loss
 from small_model_card import HELD_OUT_FILE, finish
 from small_model_data import BatchMaker, Rows, encode_stream, read_chapters, split_by_books, train_tokenizer
-from small_model_tools import (
-    MixedOptimizer,
-    Routing,
-    add_dropout,
-    choose_experts,
-    guidance,
-    safe_attention,
-    set_attention,
-)
+from small_model_tools import Guidance, MixedOptimizer, Routing, add_dropout, choose_experts, safe_attention
 from torch.nn.functional import cross_entropy
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, GenerationConfig
 
 MAX_LENGTH = 4096
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-LEARNT = 0.06  # recall loss (nats a token) at which rows grow; a number of the row, not chosen by name, costs 0.28
+LEARNT = 0.1  # recall loss (nats a token) at which rows grow; a number of the row, not chosen by name, costs 0.28
+PATIENCE = 0.08  # share of the time after which rows grow in any case
 EVAL_LENGTHS = (500, 3500)
 ASKED_FACTS = 4  # of how many the recall loss is measured
-GUIDED_LEVELS = 2  # lengths at which heads are taught where to look
 LEAST_FACTS, MOST_FACTS = 3, 48
 LOSS_WEIGHTS = {"text": 1.0, "recall": 2.0, "guidance": 0.3, "balance": 0.01}
 
@@ -104,27 +96,23 @@ def make_model(tokenizer: Any, device: str, dtype: torch.dtype) -> DeepseekV2For
 
 
 def losses_of(
-    model: DeepseekV2ForCausalLM, parts: dict[str, Rows], routing: Routing, guided: bool
+    model: DeepseekV2ForCausalLM, parts: dict[str, Rows], routing: Routing, guidance: Guidance
 ) -> dict[str, torch.Tensor]:
-    """Mean loss of each kind of rows, of the lessons if `guided`, and of the routers in training.
-
-    Logits are made only where they are needed. `guided` needs eager attention.
-    """
+    """Mean loss of each kind of rows and, in training, of the lessons and routers; logits only where needed."""
     ids = torch.cat([rows.ids for rows in parts.values()])
-    output = model.model(input_ids=ids, use_cache=False, output_attentions=guided)
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
     flat = ids.flatten()
     shift, targets = 0, []
     for rows in parts.values():
         targets.append(rows.targets + shift)
         shift += rows.ids.numel()
     where = torch.cat(targets)
-    hidden = output.last_hidden_state.flatten(0, 1)
     each = cross_entropy(model.lm_head(hidden.index_select(0, where - 1)).float(), flat[where], reduction="none")
     split = each.split([len(rows) for rows in targets])
     losses = {kind: loss.mean() for kind, loss in zip(parts, split, strict=True)}
-    if guided:
-        losses["guidance"] = guidance(output.attentions, list(parts.values()))
-    return {**losses, "balance": routing.take()} if model.training else losses
+    if model.training:
+        losses |= {"guidance": guidance.take(parts.values()), "balance": routing.take()}
+    return losses
 
 
 def total(losses: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -146,24 +134,20 @@ class Composer:
         self.rng = random.Random(args.seed)
 
     @torch.no_grad()
-    def grow(self, model: DeepseekV2ForCausalLM, routing: Routing) -> None:
+    def grow(self, model: DeepseekV2ForCausalLM, routing: Routing, guidance: Guidance) -> None:
         """Lengthens the rows if the recall loss at this length, measured without dropout, shows that it is learnt."""
         length = self.lengths[self.level]
         rows = max(1, self.batch_tokens // length)
         parts = {"recall": self.maker.recall(rows, length, ASKED_FACTS)}
         model.eval()
-        loss = losses_of(model, parts, routing, guided=False)["recall"].item()
+        loss = losses_of(model, parts, routing, guidance)["recall"].item()
         model.train()
         if loss < LEARNT:
             self.level = min(self.level + 1, len(self.lengths) - 1)
 
-    @property
-    def guided(self) -> bool:
-        """Whether rows are still so short that heads are taught where to look."""
-        return self.level < GUIDED_LEVELS
-
     def compose(self, progress: float) -> dict[str, Rows]:
         """Rows of one step; `progress` is in 0..1."""
+        self.level = max(self.level, min(int(progress / PATIENCE), len(self.lengths) - 1))
         length = self.lengths[self.level]
         if self.rng.random() < 0.35:  # shorter rows come back now and then, so that what they taught stays
             length = self.rng.choice(self.lengths[: self.level + 1])
@@ -204,8 +188,9 @@ class Best:
 def train(args: argparse.Namespace, model: DeepseekV2ForCausalLM, tokenizer: Any, stream: Any, held_out: str) -> dict:
     """Trains until the time is up, leaves the best weights in `model`; returns facts for the model card."""
     maker = BatchMaker(tokenizer, stream.to(args.device))
-    composer, routing, best = Composer(maker, args), Routing(), Best()
+    composer, routing, guidance, best = Composer(maker, args), Routing(), Guidance(), Best()
     routing.watch(model)
+    guidance.watch(model)
     experts = choose_experts(model, maker.text(2, 256).ids)
     add_dropout(model, args.dropout)
     optimizer = MixedOptimizer(model, args.lr, args.device)
@@ -220,8 +205,7 @@ def train(args: argparse.Namespace, model: DeepseekV2ForCausalLM, tokenizer: Any
     sums: dict[str, list[torch.Tensor]] = {}
     while (progress := (time.monotonic() - began) / seconds) < 1:
         parts = composer.compose(progress)
-        set_attention(model, "eager" if composer.guided else "sdpa")
-        losses = losses_of(model, parts, routing, composer.guided)
+        losses = losses_of(model, parts, routing, guidance)
         total(losses).backward()
         optimizer.step(learning_rate(progress))
         step, tokens = step + 1, tokens + sum(rows.ids.numel() for rows in parts.values())
@@ -237,7 +221,7 @@ def train(args: argparse.Namespace, model: DeepseekV2ForCausalLM, tokenizer: Any
                 f"{(tokens - last_tokens) / (now - logged):,.0f} tokens/s",
                 flush=True,
             )
-            composer.grow(model, routing)
+            composer.grow(model, routing, guidance)
             logged, last_tokens = time.monotonic(), tokens
             sums.clear()
         routing.loads.clear()
@@ -266,7 +250,6 @@ def evaluate(
 ) -> None:
     """Prints held-out loss and recall, and offers the weights as the best."""
     model.eval()
-    set_attention(model, "sdpa")
     loss = text_loss(model, tokenizer, held_out, window=512, batch_size=32, max_tokens=args.held_out_tokens)
     recall = recall_accuracy(model, tokenizer, prompts, batch_size=32)
     model.train()
