@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import remove_hook_from_submodules
 from test_patch import BATCH, cache_of, inside, paged_scores, stock_scores
 from tiny import GREEDY, build, prompts, relative_error, scores_of, twin
 from transformers import DynamicCache, StaticCache
@@ -197,6 +198,14 @@ def test_an_offloaded_model_gives_the_same(stock, tmp_path, way, patch_first):
     assert torch.equal(stock_scores(model), stock_scores(OFFLOADS[way](twin(stock), str(tmp_path / "b"))))
 
 
+@pytest.mark.xfail(strict=True, reason="accelerate keeps our forwards in _old_forward, where unpatch doesn't look")
+def test_unpatch_below_accelerates_hooks_leaves_nothing_behind(model):
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    remove_hook_from_submodules(hf_mla.unpatch(model))
+    values = [value for module in model.modules() for value in module.__dict__.values()]
+    assert not [value for value in values if type(value).__module__.startswith("hf_mla")]
+
+
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_lora_on_kv_b_proj_is_followed_on_off_and_merged(stock, patch_first):
     config = peft.LoraConfig(r=4, target_modules=["kv_b_proj"], init_lora_weights=False, lora_alpha=32)
@@ -263,6 +272,7 @@ BAD = [
     ("max_tokens", True, "above 0"),
     ("enabled", "no", "True, False"),
     ("graphs", 1, "True, False"),
+    ("fused", None, "True, False"),
     ("blocksize", 64, "block_size"),
 ]
 
