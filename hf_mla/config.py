@@ -28,8 +28,8 @@ class MLAConfig:
         cache_dtype: Type in which latents are stored; None keeps the model's own.
         max_tokens: Tokens the pool of one cache may hold over all rows, or None to grow as needed.
         graphs: Replay decode steps as CUDA graphs where they can be captured; False runs every step from Python.
-        fused: Run decode steps on GPUs in few kernels, in bf16 and fp16, where the model's modules are known; False runs
-            transformers' own code between the seams. Has no effect with the "reference" backend.
+        fused: Run decode steps on GPUs in few kernels, in bf16 and fp16, where the model's modules are known; False
+            runs transformers' own code between the seams. Has no effect with the "reference" backend.
         enabled: False leaves the model on stock code, and `cache_implementation="paged_mla"` makes a DynamicCache.
 
     Raises:
