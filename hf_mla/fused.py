@@ -1,8 +1,8 @@
-"""Decode steps in few kernels: stand-ins for the forwards of a decoder's small modules.
+"""Decode steps in few kernels: what stands in for the forwards of a decoder's modules.
 
 A decode step of transformers' modules issues some 75 kernels a layer, most of them of 2 microseconds. In an absorbed
-step of one new column on a GPU, in bf16 or fp16 and without gradients, these stand-ins compute the same with a third of
-them; in any other call the class's own forward runs. They lie on instances whose forward is known (see `known`), go
+step of one new column on a GPU, in bf16 or fp16 and without gradients, these stand-ins compute the same with a third
+of them; in any other call the class's own forward runs. They lie on instances whose forward is known (see `known`), go
 through the projections' own modules, so that adapters, quantised weights and hooks on them work as ever, and look at
 weights and hooks at every call.
 
@@ -10,9 +10,6 @@ weights and hooks at every call.
     V = v_head_dim, E routed experts
 """
 
-import inspect
-import weakref
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,91 +17,13 @@ from torch import nn
 
 from . import kernels
 from .absorb import absorbed_weights
-from .attention import ActiveStep, PatchKey, absorbed_step
+from .attention import ActiveStep, PatchKey
 from .cache.layer import PagedMLALayer
 from .known import is_silu, kind_of
+from .standin import StandIn, is_bare, is_plain, triton_kernels
 
-
-@lru_cache
-def _kernels() -> Any:
-    """triton_fused, or None where Triton can't be imported."""
-    try:
-        from .kernels import triton_fused
-    except Exception:  # broken binary packages raise anything
-        return None
-    return triton_fused
-
-
-def runs_on(x: torch.Tensor) -> bool:
-    """Whether the kernels are for tensors like `x`; tests put another rule here."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def _is_plain(x: torch.Tensor, *weights: Any) -> bool:
-    """Whether `x` and all weights are ordinary tensors of one dtype and device that the kernels are for."""
-    return (
-        type(x) is torch.Tensor
-        and runs_on(x)
-        and all(
-            type(w) in (nn.Parameter, torch.Tensor)
-            and w.dtype == x.dtype
-            and w.device == x.device
-            and w.is_contiguous()
-            for w in weights
-        )
-    )
-
-
-def _is_bare(module: Any) -> bool:
-    """Whether calling `module` would run its forward and nothing else, so that its work may be done without it."""
-    forward = module.__dict__.get("forward")
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and (forward is None or isinstance(forward, StandIn))
-
-
-class StandIn:
-    """Stands in for the forward of a module that has none of its own on the instance.
-
-    Args:
-        key: The decoder's key.
-        module: The module, held weakly.
-    """
-
-    def __init__(self, key: PatchKey, module: nn.Module):
-        self.key = key
-        self.module = weakref.ref(module)
-
-    def __reduce__(self) -> tuple:  # a weak reference can't be copied or pickled
-        return type(self), (self.key, self.module())
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        module: Any = self.module()
-        return inspect.signature(type(module).forward.__get__(module))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The fused computation where the step allows it, else the class's forward."""
-        module: Any = self.module()
-        step = absorbed_step(self.key)
-        if step is not None and _may_fuse(step):
-            result = self.fused(module, step, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return type(module).forward(module, *args, **kwargs)
-
-    def fused(self, module: Any, step: ActiveStep, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` returns, or NotImplemented where the class's own has to run."""
-        raise NotImplementedError
-
-
-def _may_fuse(step: ActiveStep) -> bool:
-    return (
-        step.plan.extension.kv_lens.shape[1] == 1
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cuda")
-        and not torch.compiler.is_compiling()
-        and _kernels() is not None
-    )
+# torch.mm's out_dtype, of CUDA devices and torch 2.8.
+MULTIPLIES_INTO_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 
 class FusedNorm(StandIn):
@@ -112,9 +31,9 @@ class FusedNorm(StandIn):
 
     def fused(self, module: Any, step: ActiveStep, hidden_states: torch.Tensor) -> Any:
         """[..., D] -> [..., D]"""
-        if not _is_plain(hidden_states, module.weight) or hidden_states.stride(-1) != 1:
+        if not is_plain(hidden_states, module.weight) or hidden_states.stride(-1) != 1:
             return NotImplemented
-        return _kernels().rms_norm(hidden_states, module.weight, module.variance_epsilon)
+        return triton_kernels().fused.rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
 
 class FusedMLP(StandIn):
@@ -122,12 +41,12 @@ class FusedMLP(StandIn):
 
     def fused(self, module: Any, step: ActiveStep, x: torch.Tensor) -> Any:
         """[..., D] -> [..., D]"""
-        if not _is_plain(x) or not is_silu(module.act_fn) or not _is_bare(module.act_fn):
+        if not is_plain(x) or not is_silu(module.act_fn) or not is_bare(module.act_fn):
             return NotImplemented
         gate, up = module.gate_proj(x), module.up_proj(x)
-        if not _is_plain(gate) or up.dtype != gate.dtype or up.shape != gate.shape:
+        if not is_plain(gate) or up.dtype != gate.dtype or up.shape != gate.shape:
             return module.down_proj(module.act_fn(gate) * up)
-        return module.down_proj(_kernels().silu_mul(gate, up))
+        return module.down_proj(triton_kernels().fused.silu_mul(gate, up))
 
 
 class FusedSoftmaxRouter(StandIn):
@@ -136,11 +55,11 @@ class FusedSoftmaxRouter(StandIn):
     def fused(self, module: Any, step: ActiveStep, hidden_states: torch.Tensor) -> Any:
         """[..., D] -> logits [B, E], weights [B, k], experts [B, k]"""
         groups = {"greedy": (1, 1), "group_limited_greedy": (module.num_group, module.topk_group)}
-        if not _is_plain(hidden_states) or module.topk_method not in groups:
+        if not is_plain(hidden_states) or module.topk_method not in groups:
             return NotImplemented
         logits = _router_logits(module, hidden_states)
         scale = module.routed_scaling_factor
-        return logits, *_kernels().route(logits, None, module.top_k, scale, *groups[module.topk_method])
+        return logits, *triton_kernels().route.route(logits, None, module.top_k, scale, *groups[module.topk_method])
 
 
 class FusedSigmoidRouter(StandIn):
@@ -152,18 +71,21 @@ class FusedSigmoidRouter(StandIn):
     def fused(self, module: Any, step: ActiveStep, hidden_states: torch.Tensor) -> Any:
         """[..., D] -> logits [B, E], weights [B, k], experts [B, k]"""
         bias = module.e_score_correction_bias
-        if not _is_plain(hidden_states) or type(bias) not in (nn.Parameter, torch.Tensor) or not bias.is_contiguous():
+        if not is_plain(hidden_states) or type(bias) not in (nn.Parameter, torch.Tensor) or not bias.is_contiguous():
             return NotImplemented
         logits = _router_logits(module, hidden_states)
         groups = module.num_group, module.topk_group
-        weights, chosen = _kernels().route(
+        weights, chosen = triton_kernels().route.route(
             logits.sigmoid(), bias, module.top_k, module.routed_scaling_factor, *groups, module.norm_topk_prob
         )
         return logits, weights, chosen
 
 
 def _router_logits(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    rows = hidden_states.view(-1, module.hidden_dim)
+    """[B, E] float32. Products of bf16 are exact in float32, so where the weight is no wider nothing need be cast."""
+    rows, weight = hidden_states.view(-1, module.hidden_dim), module.weight
+    if rows.is_cuda and is_plain(rows, weight) and MULTIPLIES_INTO_FLOAT32:
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
     return nn.functional.linear(rows.type(torch.float32), module.weight.type(torch.float32))
 
 
@@ -182,9 +104,9 @@ class FusedAttention(StandIn):
         """[B, 1, D] -> ([B, 1, D], None)"""
         layer = self._layer(module, step, kwargs)
         norm = module.kv_a_layernorm
-        if args or layer is None or not _is_plain(hidden_states, norm.weight) or not _is_bare(norm):
+        if args or layer is None or not is_plain(hidden_states, norm.weight) or not is_bare(norm):
             return NotImplemented
-        if kind_of(norm) != "norm" or hidden_states.dtype != layer.layout.dtype:
+        if kind_of(norm) != "norm" or hidden_states.dtype != layer.layout.dtype or position_embeddings is None:
             return NotImplemented
         rope, cos, sin = self.angles(module, position_embeddings)
         rows, rope_dim = hidden_states.shape[0], module.qk_rope_head_dim
@@ -196,12 +118,12 @@ class FusedAttention(StandIn):
         else:
             q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
         compressed = module.kv_a_proj_with_mqa(hidden_states)
-        if not _is_plain(q) or not _is_plain(compressed) or not q.dtype == compressed.dtype == layer.layout.dtype:
+        if not is_plain(q) or not is_plain(compressed) or not q.dtype == compressed.dtype == layer.layout.dtype:
             return NotImplemented
         q = q.reshape(rows, -1, module.qk_head_dim)
         layer.grow(step.plan.num_blocks)
         base = step.plan.base_of(module.layer_idx)
-        q_pe = _kernels().rope_norm_write(
+        q_pe = triton_kernels().fused.rope_norm_write(
             q, compressed.reshape(rows, -1), norm.weight, norm.variance_epsilon, cos[:, 0], sin[:, 0], rope,
             layer.pages, step.plan.on(layer.device).slot_mapping, base,
         )  # fmt: skip
@@ -230,9 +152,7 @@ class FusedAttention(StandIn):
         weights = absorbed_weights(module.kv_b_proj, nope, module.v_head_dim, rank, q)
         q_latent = torch.bmm(q[..., :nope].transpose(0, 1), weights.w_uk).transpose(0, 1)
         plan = step.plan.decode_plan(layer.layout, heads, layer.device)
-        o_latent, _ = kernels.decode(
-            plan, q_latent.unsqueeze(1), q_pe.unsqueeze(1), layer.pages, module.scaling, base
-        )
+        o_latent, _ = kernels.decode(plan, q_latent.unsqueeze(1), q_pe.unsqueeze(1), layer.pages, module.scaling, base)
         out = q.new_empty(rows, heads, module.v_head_dim)
         torch.bmm(o_latent[:, 0].transpose(0, 1), weights.w_uv.transpose(1, 2), out=out.transpose(0, 1))
         return out if weights.bias_v is None else out + weights.bias_v
@@ -256,6 +176,35 @@ class FusedRealAttention(FusedAttention):
         return "interleave" if module.config.rope_interleave else "half", *position_embeddings
 
 
+class FusedLayer(StandIn):
+    """Of a decoder layer: residuals are added in the kernel of the norm that follows, or of the experts' sum."""
+
+    def fused(self, module: Any, step: ActiveStep, *args: Any, **kwargs: Any) -> Any:
+        """[B, 1, D] -> [B, 1, D]"""
+        norm = module.post_attention_layernorm
+        if len(args) != 1 or kind_of(norm) != "norm" or not is_bare(norm) or not is_plain(args[0], norm.weight):
+            return NotImplemented
+        residual = args[0]
+        attended, _ = module.self_attn(hidden_states=module.input_layernorm(residual), **kwargs)
+        if not is_plain(attended) or attended.dtype != residual.dtype:
+            residual = residual + attended
+            return residual + module.mlp(module.post_attention_layernorm(residual))
+        residual, normed = triton_kernels().fused.add_rms_norm(residual, attended, norm.weight, norm.variance_epsilon)
+        if kind_of(module.mlp) != "mixture" or not is_bare(module.mlp):
+            return residual + module.mlp(normed)
+        return self._add_mixture(module.mlp, residual, normed)
+
+    @staticmethod
+    def _add_mixture(mixture: Any, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """residual + (routed + shared experts of normed), all [B, 1, D]."""
+        _, weights, experts = mixture.gate(normed)
+        routed = mixture.experts(normed.view(-1, normed.shape[-1]), experts, weights).view(normed.shape)
+        shared = mixture.shared_experts(normed)
+        if not routed.dtype == shared.dtype == residual.dtype:
+            return residual + (routed + shared)
+        return triton_kernels().fused.add(residual, routed, shared)
+
+
 STAND_INS: dict[str, type[StandIn]] = {
     "norm": FusedNorm,
     "mlp": FusedMLP,
@@ -263,6 +212,7 @@ STAND_INS: dict[str, type[StandIn]] = {
     "router, sigmoid": FusedSigmoidRouter,
     "attention, complex rope": FusedComplexAttention,
     "attention, real rope": FusedRealAttention,
+    "layer": FusedLayer,
 }
 
 

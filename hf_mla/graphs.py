@@ -30,7 +30,7 @@ from .cache import PagedMLACache
 from .cache.layer import PagedMLALayer
 from .cache.sequences import Extension
 from .cache.step import DeviceStep, StepPlan
-from .fused import StandIn
+from .standin import StandIn
 
 logger: logging.Logger = transformers_logging.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""What the kernels of `triton_fused` compute, in plain torch and in any dtype; the tests' oracle.
+"""What the kernels of `triton_fused` and `triton_route` compute, in plain torch and in any dtype; the tests' oracle.
 
 Shapes as there: T tokens, D values, H heads, R = kv_lora_rank, P = qk_rope_head_dim, E experts, k of them a token.
 """
@@ -47,11 +47,6 @@ def rope_norm_write(
     return rotate(q[..., q.shape[-1] - k_pe.shape[-1] :], cos, sin, rope)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up."""
-    return torch.nn.functional.silu(gate) * up
-
-
 def route(
     scores: torch.Tensor,
     bias: torch.Tensor | None,
@@ -61,7 +56,7 @@ def route(
     groups_kept: int = 1,
     renormalise: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `triton_fused.route`, for scores [T, E]: weights [T, k] and experts [T, k]."""
+    """As `triton_route.route`, for scores [T, E]: weights [T, k] and experts [T, k]."""
     rank = scores if bias is None else scores + bias
     weighing = scores.softmax(-1) if bias is None else scores
     in_groups = rank.unflatten(1, (groups, -1))
