@@ -16,6 +16,8 @@ from hf_mla.compat import CACHE_NAME
 
 BLOCK = 16
 PAGED = {"cache_implementation": "paged_mla"}
+# The families that these tests go through; test_families.py has every one that is served.
+USUAL = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
 # Rows of these lengths begin and end on both sides of a block's boundary, and cross others while they grow.
 STRADDLING = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK]
 

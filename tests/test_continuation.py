@@ -11,6 +11,7 @@ import torch
 from pairs import (
     BLOCK,
     PAGED,
+    USUAL,
     absorb_up_to,
     assert_generates_alike,
     assert_same,
@@ -20,7 +21,7 @@ from pairs import (
     record_steps,
     using,
 )
-from tiny import FAMILIES, GREEDY, prompts, relative_error, scores_of
+from tiny import GREEDY, prompts, relative_error, scores_of
 from transformers import DynamicCache
 
 from hf_mla import PagedMLACache, PoolExhausted
@@ -64,7 +65,7 @@ def test_three_chat_turns_are_as_fresh(given: str, columns: int, monkeypatch: py
     cache.table.check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 def test_turns_of_one_row_without_pads(family: str) -> None:
     stock, patched = pair(family)
     cache, ids = new_cache(), prompts([20])["input_ids"]
@@ -167,7 +168,7 @@ def test_prefill_in_chunks(size: int, columns: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("columns", [0, 128])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 def test_pieces_of_any_size_are_one_pass(family: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, patched = pair(family)
     absorb_up_to(monkeypatch, columns)

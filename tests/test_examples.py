@@ -47,6 +47,7 @@ def test_generate_compares_with_stock() -> None:
 
 
 @needs_model
+@pytest.mark.slow
 def test_generate_refuses_an_unknown_backend() -> None:
     done = run("generate.py", "--backend", "abacus")
     assert done.returncode != 0

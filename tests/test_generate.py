@@ -8,6 +8,7 @@ from pairs import (
     BLOCK,
     PAGED,
     STRADDLING,
+    USUAL,
     assert_generates_alike,
     assert_same,
     attention_peak,
@@ -17,13 +18,13 @@ from pairs import (
     record_steps,
     using,
 )
-from tiny import FAMILIES, GREEDY, YARN, build, prompts, relative_error, twin
+from tiny import GREEDY, YARN, build, prompts, relative_error, twin
 from transformers import DynamicCache, GenerationConfig
 
 import hf_mla
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 def test_64_tokens_of_a_padded_batch_are_stock(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, patched = pair(family, num_hidden_layers=3)
     assert attention_peak(stock) > 8 / 40  # far from uniform, so that a wrong or missing key shows
@@ -70,7 +71,7 @@ def test_queries_without_compression(family: str) -> None:
     assert_generates_alike(stock, patched, **prompts([3, 20]), max_new_tokens=12)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 def test_biases_in_the_projections(family: str) -> None:
     stock, patched = pair(family, attention_bias=True)
     assert patched.model.layers[0].self_attn.kv_a_proj_with_mqa.bias is not None
