@@ -55,13 +55,13 @@ FAMILIES = {
 
 # 5.15 fills its boolean masks the wrong way round, so stock is only right with eager's.
 SPARSE_ATTENTION = {} if Version(transformers.__version__) >= Version("5.17") else {"attn_implementation": "eager"}
-# Sparse attention that picks 8 tokens, so that most of what is cached is left out. Each indexer head is as wide as its
-# rope part and more.
+# Sparse attention that picks 8 tokens, so that most of what is cached is left out. 16 heads, since tokens that all of
+# them score 0 are ties, and which of those is picked is chance. An indexer's head is wider than its rope part.
 SPARSE = {
     **MOE,
     "index_topk": 8,
     "index_head_dim": 24,
-    "index_n_heads": 3,
+    "index_n_heads": 16,
     "head_dim": 16,
     **SPARSE_ATTENTION,
 }
