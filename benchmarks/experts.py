@@ -29,7 +29,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from benchmarks.records import Recorder
 from hf_mla.kernels import triton_experts
-from hf_mla.kernels.triton_experts import Config, Tile
+from hf_mla.kernels.triton_experts_plan import Config, Tile, pick_config
 
 EXPERTS, TOP_K, HIDDEN, INNER = 64, 6, 2048, 1408
 TOKENS = (1, 8, 32, 64, 200, 512)
@@ -184,7 +184,7 @@ def blocks_of(tokens: int) -> list[tuple[int, bool]]:
 
 def candidates(tokens: int) -> Iterator[Config]:
     """Each tile for one product, the other one's as it is: the two don't depend on each other."""
-    base = triton_experts.pick_config(tokens * TOP_K, EXPERTS, torch.device("cuda"))
+    base = pick_config(tokens * TOP_K, EXPERTS, torch.device("cuda"))
     tiles = [Tile(*tile) for tile in TILES]
     splits = [replace(tile, splits=n) for n in ((2, 3, 4) if tokens <= 8 else (2,)) for tile in tiles[:8]]
     for block_m, align in blocks_of(tokens):
@@ -246,8 +246,17 @@ def sweep(args: argparse.Namespace, recorder: Recorder) -> None:
             return
 
 
+def combined(found: dict[Config, float]) -> Iterator[Config]:
+    """The best tiles of one product with the best of the other, for each block_m, where they weren't tried."""
+    for block in dict.fromkeys((config.block_m, config.align) for config in found):
+        order = sorted((c for c in found if (c.block_m, c.align) == block), key=found.__getitem__)
+        ups, downs = (list(dict.fromkeys(getattr(c, part) for c in order))[:2] for part in ("up", "down"))
+        configs = [Config(*block, up, down) for up in ups for down in downs]
+        yield from [config for config in configs if config not in found]
+
+
 def sweep_tokens(cell: Cell, configs: list[Config], end: float, recorder: Recorder) -> bool:
-    """Time configs until `end`, then the best of up's with the best of down's. False where the device is lost."""
+    """Time configs until `end`, then the best combined, then overlapped. False where the device is lost."""
     expected, floor = cell.expected(), cell.floor_us
     found: dict[Config, float] = {}
 
@@ -268,15 +277,13 @@ def sweep_tokens(cell: Cell, configs: list[Config], end: float, recorder: Record
             break
         if not try_config(config):
             return False
-    for block in dict.fromkeys((config.block_m, config.align) for config in found):
-        order = sorted((c for c in found if (c.block_m, c.align) == block), key=found.__getitem__)
-        ups, downs = (list(dict.fromkeys(getattr(c, part) for c in order))[:2] for part in ("up", "down"))
-        for up in ups:
-            for down in downs:
-                config = Config(*block, up, down)
-                if config not in found and not try_config(config):
-                    return False
-    base = triton_experts.pick_config(cell.tokens * TOP_K, EXPERTS, torch.device("cuda"))
+    for config in list(combined(found)):
+        if not try_config(config):
+            return False
+    best = sorted(found, key=found.__getitem__)[:2]
+    if not all(try_config(replace(config, overlap=not config.overlap)) for config in best):
+        return False
+    base = pick_config(cell.tokens * TOP_K, EXPERTS, torch.device("cuda"))
     print(f"{cell.tokens} tokens, floor {floor:.1f} us, default {found.get(base, float('nan')):.1f}:")
     for config in sorted(found, key=found.__getitem__)[:6]:
         print(f"  {found[config]:8.1f} {config}", flush=True)

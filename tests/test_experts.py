@@ -21,7 +21,8 @@ import hf_mla
 from hf_mla import attention, experts
 
 triton_experts = pytest.importorskip("hf_mla.kernels.triton_experts")
-Config, Tile = triton_experts.Config, triton_experts.Tile
+plan = pytest.importorskip("hf_mla.kernels.triton_experts_plan")
+Config, Tile = plan.Config, plan.Tile
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -113,7 +114,7 @@ def test_configs(config):
 
 
 def test_every_default_config():
-    for most in triton_experts.CONFIGS:
+    for most in plan.CONFIGS:
         check(make(max(1, int(min(most, 30) * 4 / 2)), 2, 4, width=40, inner=24))
 
 
@@ -200,14 +201,14 @@ def test_no_tokens_chosen_and_bad_arguments():
     with pytest.raises(ValueError, match="agree"):
         replace(x, down=x.down.double()).run()
     with pytest.raises(ValueError, match="T from 1 to"):
-        make(triton_experts.MAX_TOKENS + 1, 1, 8, width=16, inner=16).run()
+        make(plan.MAX_TOKENS + 1, 1, 8, width=16, inner=16).run()
 
 
 def test_configs_fit_a_smaller_gpu(monkeypatch):
-    monkeypatch.setattr(triton_experts, "_shared_bytes", lambda device: 99 << 10)
-    for most in triton_experts.CONFIGS:
+    monkeypatch.setattr(plan, "_shared_bytes", lambda device: 99 << 10)
+    for most in plan.CONFIGS:
         pairs = int(min(most, 500) * 64)
-        config = triton_experts.pick_config.__wrapped__(pairs, 64, torch.device("cpu"))
+        config = plan.pick_config.__wrapped__(pairs, 64, torch.device("cpu"))
         for tile in (config.up, config.down):
             assert tile.stages >= 2
             assert (tile.rows + config.block_m) * tile.depth * 2 * tile.stages <= 99 << 10
@@ -392,13 +393,17 @@ def test_a_thousand_runs_give_the_same_bits(tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 64, 200])
-def test_a_captured_graph_serves_other_routing(tokens):
+def test_a_captured_graph_serves_other_routing(tokens, overlap):
+    if overlap and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("launches overlap from Hopper on")
     x = make(tokens, 6, 64, 512, 384, torch.bfloat16)
-    x.run()
+    config = replace(plan.pick_config(6 * tokens, 64, x.hidden.device), overlap=overlap)
+    x.run(config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = x.run()
+        out = x.run(config)
     for seed in range(1, 5):
         other = make(tokens, 6, 64, 512, 384, torch.bfloat16, seed=seed)
         if seed == 4:
