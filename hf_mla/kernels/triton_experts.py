@@ -256,6 +256,7 @@ def fused_experts(
     config = config or pick_config(pairs, experts, hidden.device)
     hidden = hidden if hidden.stride(1) == 1 or width == 1 else hidden.contiguous()
     index, weights = top_k_index.contiguous(), top_k_weights.contiguous()
+    row_stride = hidden.stride(0) if tokens > 1 else width  # a single row's stride may be anything
     act = hidden.new_empty(pairs, inner)
     part_dtype = hidden.dtype if config.down.splits == 1 else torch.float32
     part = hidden.new_empty(config.down.splits, pairs, width, dtype=part_dtype)
@@ -269,7 +270,7 @@ def fused_experts(
         # The first launch follows one of somebody else's, so it starts when that one has ended.
         early = {"launch_pdl": True} if config.overlap else {}
         _up_kernel[(triton.cdiv(2 * inner, up.rows), tiles)](
-            hidden, gate_up_proj, act, tile_expert, tile_pair, hidden.stride(0), pairs, TOP_K=top_k,
+            hidden, gate_up_proj, act, tile_expert, tile_pair, row_stride, pairs, TOP_K=top_k,
             ROWS=up.rows, DEPTH=up.depth, STAGES=up.stages, num_warps=up.warps, **shared,
             **(early if config.align else {}),
         )  # fmt: skip
