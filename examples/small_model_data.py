@@ -173,8 +173,8 @@ class BatchMaker:
         first, second = (start[..., None] + within for start in starts)
         for at in (first, second):
             ids.scatter_(1, at.flatten(1), sentences.flatten(1))
-        # the space before the number carries loss as well: generation starts with it
-        answers = slice(self.first_digit - 1, self.first_digit + DIGITS)
+        # the space before the number and the stop after it carry loss as well: generation starts and ends with them
+        answers = slice(self.first_digit - 1, self.first_digit + DIGITS + 1)
         row = torch.arange(rows, device=self.device)[:, None, None] * length
         return Rows(ids, (second[..., answers] + row).flatten(), self._lessons(first, second))
 
