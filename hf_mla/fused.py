@@ -225,7 +225,9 @@ def bind(decoder: nn.Module, key: PatchKey) -> None:
 
 
 def unbind(decoder: nn.Module) -> None:
-    """Take them off again."""
+    """Take them off again, also from below hooks that accelerate put over them."""
     for module in decoder.modules():
         if isinstance(module.__dict__.get("forward"), StandIn):
             del module.__dict__["forward"]
+        if isinstance(module.__dict__.get("_old_forward"), StandIn):
+            module.__dict__["_old_forward"] = type(module).forward.__get__(module)
