@@ -1,4 +1,4 @@
-"""Fused decode steps on a GPU, in bf16 and at the sizes of real heads: errors, experts chosen, and kernels launched."""
+"""Fused decode steps on a GPU, in bf16, at the sizes of real heads: errors, experts chosen, and kernels launched."""
 
 from collections import Counter
 
