@@ -7,6 +7,8 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 
+VERSION = Version(transformers.__version__)
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -53,8 +55,9 @@ FAMILIES = {
 }
 
 
+INDEXED = "indexed_attention" if VERSION >= Version("5.20") else "deepseek_sparse_attention"
 # 5.15 fills its boolean masks the wrong way round, so stock is only right with eager's.
-SPARSE_ATTENTION = {} if Version(transformers.__version__) >= Version("5.17") else {"attn_implementation": "eager"}
+SPARSE_ATTENTION = {} if VERSION >= Version("5.17") else {"attn_implementation": "eager"}
 # Sparse attention that picks 8 tokens, so that most of what is cached is left out. 16 heads, since tokens that all of
 # them score 0 are ties, and which of those is picked is chance. An indexer's head is wider than its rope part.
 SPARSE = {
@@ -127,7 +130,7 @@ MORE_FAMILIES = {
             **LINEAR,
             "qk_rope_head_dim": 0,
             "index_kpool": 4,
-            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "layer_types": ["linear_attention", INDEXED, INDEXED],
         },
     ),
 }
@@ -155,18 +158,22 @@ def build(family: str = "deepseek_v2", seed: int = 0, sharp: float = 4.0, **chan
     stem = EVERY_FAMILY[family][0].removesuffix("Text")
     kind = "ForConditionalGeneration" if family in WRAPPED else "ForCausalLM"
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{stem}{kind}")(config).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                fan_in = 1 if "embed" in key else parameter.shape[-1]
-                parameter.normal_(0, fan_in**-0.5)
-            elif "bias" in key:
-                parameter.normal_()
-            if key.endswith(("q_proj.weight", "q_b_proj.weight")):
-                parameter.mul_(sharp)
+    return randomise(getattr(transformers, f"{stem}{kind}")(config), sharp)
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, sharp: float = 4.0) -> PreTrainedModel:
+    """Give a model weights that keep activations near 1 and attention sharp, and no end of text; in eval mode."""
+    for key, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            fan_in = 1 if "embed" in key else parameter.shape[-1]
+            parameter.normal_(0, fan_in**-0.5)
+        elif "bias" in key:
+            parameter.normal_()
+        if key.endswith(("q_proj.weight", "q_b_proj.weight")):
+            parameter.mul_(sharp)
     model.generation_config.eos_token_id = None
-    return model
+    return model.eval()
 
 
 def prompts(lengths: list[int], seed: int = 1, side: str = "left", vocab: int = 97) -> dict[str, torch.Tensor]:
