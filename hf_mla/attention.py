@@ -131,7 +131,7 @@ class LatentsOrKV:
         key: The decoder's key.
         module: The attention module, held weakly.
         replaced: What lay on the instance before (a hook of accelerate's, say), or None for the class's own method.
-        expands_first: The module's forward expands before it updates the cache, as the sparse families' do up to
+        expands_first: The module's forward expands before it updates the cache, as the sparse families' do before
             transformers 5.20; the cache is then given latents all the same, and expands what it returns.
     """
 
