@@ -13,14 +13,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
     LinearAttentionCacheLayerMixin,
 )
 
 from .. import compat
 from ..config import MLAConfig
+from .build import layers_of, new_layer
 from .indexed import PagedIndexedLayer
 from .layer import PagedMLALayer
 from .report import MemoryReport, report_html, report_line
@@ -72,31 +70,13 @@ class PagedMLACache(Cache):
         self._plain_step: StepPlan | None = None  # the last one of an unpatched model
         self._spoiled = False  # a pass failed that can't be undone
         self.expected_columns = 0  # blocks that the longest row will have, as far as told by reserve_tokens
-        super().__init__(layers=self._build_layers())
-
-    def _new_layer(self, layer_idx: int, kind: type[PagedMLALayer] = PagedMLALayer) -> PagedMLALayer:
-        options = self.options
-        return kind(layer_idx, options.block_size, options.entry_alignment, options.cache_dtype)
-
-    def _build_layers(self) -> list:
-        if self.model_config is None:
-            return []
-        if getattr(compat.layer_config(self.model_config, 0), "kv_lora_rank", None) is None:
-            raise ValueError(
-                f"config: {type(self.model_config).__name__} has no kv_lora_rank, so its model has no multi-head "
-                "latent attention; use transformers' DynamicCache"
-            )
-        layers = DynamicCache(config=self.model_config).layers
-        kinds = {DynamicLayer: PagedMLALayer, DynamicIndexedLayer: PagedIndexedLayer}
-        return [
-            self._new_layer(i, kinds[type(layer)]) if type(layer) in kinds else layer for i, layer in enumerate(layers)
-        ]
+        super().__init__(layers=[] if self.model_config is None else layers_of(self.model_config, options))
 
     def adopt(self, config: PreTrainedConfig) -> None:
         """Lay out the layers as a model's config says, where the cache was made without one and is still empty."""
         if self.model_config is None and not self.layers:
             self.model_config = config.get_text_config(decoder=True)
-            self.layers = self._build_layers()
+            self.layers = layers_of(self.model_config, self.options)
 
     @property
     def mla_layers(self) -> list[PagedMLALayer]:
@@ -150,7 +130,7 @@ class PagedMLACache(Cache):
             )
         self._check_batch(batch_size)
         plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
-        new_kept, as_stored = self._read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
+        new_kept, as_stored = self.table.read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
         absorbed = as_stored and self.table.length > 0 and num_new <= max_absorbed
         self._step = self._book(new_kept, batch_size, num_new, absorbed, backend)
         return self._step
@@ -188,34 +168,6 @@ class PagedMLACache(Cache):
             num_blocks=self.table.allocator.num_blocks,
             backend=backend,
         )
-
-    def _read_mask(
-        self, attention_mask: torch.Tensor | None, batch_size: int, num_new: int
-    ) -> tuple[torch.Tensor | None, bool]:
-        """(new columns to keep, [B, q] on the host or None for all; whether the past is masked as it was stored)"""
-        past, kept = self.table.length, self.table.kept
-        if attention_mask is None:
-            if kept is not None:
-                raise ValueError(
-                    "attention_mask is None, but the cache left out tokens that an earlier mask had masked; "
-                    f"allowed: a mask of shape {(batch_size, past + num_new)}"
-                )
-            return None, True
-        if tuple(attention_mask.shape) != (batch_size, past + num_new):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; the cache holds {past} columns and "
-                f"{num_new} are new, so allowed: {(batch_size, past + num_new)}"
-            )
-        if kept is None and bool(attention_mask.all()):
-            return None, True
-        mask = attention_mask.to(torch.bool).cpu()
-        seen = torch.ones(batch_size, past, dtype=torch.bool) if kept is None else kept
-        if bool((mask[:, :past] & ~seen).any()):
-            raise ValueError(
-                "attention_mask unmasks earlier tokens that were masked when the cache saw them, so they were not "
-                "stored; allowed: a mask whose past stays masked, or a new cache"
-            )
-        return mask[:, past:], not bool((seen & ~mask[:, :past]).any())
 
     def end_step(self, failed: bool) -> None:
         """Close the pass that `begin_step` opened; a failed one is undone, so that it can be tried again."""
@@ -255,7 +207,7 @@ class PagedMLACache(Cache):
         """
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
-                self.layers.append(self._new_layer(len(self.layers)))
+                self.layers.append(new_layer(len(self.layers), self.options))
         layer = self.layers[layer_idx]
         if not isinstance(layer, PagedMLALayer):
             return layer.update(key_states, value_states, *args, **kwargs)

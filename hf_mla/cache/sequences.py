@@ -74,6 +74,46 @@ class SequenceTable:
                 self._table = torch.tensor(rows, dtype=torch.int32).view(len(self.rows), width)
         return self._table
 
+    def read_mask(
+        self, attention_mask: torch.Tensor | None, batch_size: int, num_new: int
+    ) -> tuple[torch.Tensor | None, bool]:
+        """What a mask says about a step.
+
+        Args:
+            attention_mask: [B, L] with 0 for masked columns, or None where none is.
+            batch_size: B.
+            num_new: New columns, the last of L.
+
+        Returns:
+            New columns to keep, [B, q] bool on the host or None for all; whether the past is masked as it was stored.
+
+        Raises:
+            ValueError: A mask of another shape, or one that unmasks what wasn't stored.
+        """
+        past, kept = self.length, self.kept
+        if attention_mask is None:
+            if kept is not None:
+                raise ValueError(
+                    "attention_mask is None, but the cache left out tokens that an earlier mask had masked; "
+                    f"allowed: a mask of shape {(batch_size, past + num_new)}"
+                )
+            return None, True
+        if tuple(attention_mask.shape) != (batch_size, past + num_new):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; the cache holds {past} columns and "
+                f"{num_new} are new, so allowed: {(batch_size, past + num_new)}"
+            )
+        if kept is None and bool(attention_mask.all()):
+            return None, True
+        mask = attention_mask.to(torch.bool).cpu()
+        seen = torch.ones(batch_size, past, dtype=torch.bool) if kept is None else kept
+        if bool((mask[:, :past] & ~seen).any()):
+            raise ValueError(
+                "attention_mask unmasks earlier tokens that were masked when the cache saw them, so they were not "
+                "stored; allowed: a mask whose past stays masked, or a new cache"
+            )
+        return mask[:, past:], not bool((seen & ~mask[:, :past]).any())
+
     def extend(self, new_kept: torch.Tensor | None, batch_size: int, num_new: int) -> Extension:
         """Append `num_new` columns to every row, of which those marked in `new_kept` [B, q] (host, bool) are stored.
 
