@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+OPENING = 0.15  # share of recall rows that begin with a fact
 REFERENCE = re.compile(r"^(\d?[A-Za-z]+)(\d+):\d+ (.*)$")
 
 
@@ -158,9 +159,10 @@ class BatchMaker:
         if not 1 <= facts <= most:
             raise ValueError(f"facts must be in 1..{most} at length={length}, got {facts}")
         slots = (length - 2) // self.fact_length
-        places = self._two_places(rows, slots, facts)
+        opening = torch.rand(rows, 1, device=self.device) < OPENING
+        places = self._two_places(rows, slots, facts, opening)
         spare = length - 2 - slots * self.fact_length
-        offset = 2 + torch.randint(spare + 1, (rows, 1), device=self.device)
+        offset = (2 + torch.randint(spare + 1, (rows, 1), device=self.device)).masked_fill(opening, 1)
         names = torch.rand(rows, len(NAMES), device=self.device).argsort(1)[:, :facts]
         sentences = self.facts[names]
         drawn = torch.randint(10, (rows, facts, DIGITS), device=self.device)
@@ -169,6 +171,7 @@ class BatchMaker:
         ids = self._slices(rows, length)
         starts = [place * self.fact_length + offset for place in places]
         ids.scatter_(1, torch.cat(starts, 1) - 1, self.newline)
+        ids[:, 0] = self.bos
         within = torch.arange(self.fact_length, device=self.device)
         first, second = (start[..., None] + within for start in starts)
         for at in (first, second):
@@ -196,9 +199,12 @@ class BatchMaker:
         ids[:, 0] = self.bos
         return ids
 
-    def _two_places(self, rows: int, slots: int, facts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [N, K] of the first and of the second time of each fact."""
+    def _two_places(
+        self, rows: int, slots: int, facts: int, opening: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots [N, K] of the first and of the second time of each fact; `opening` rows [N, 1] use slot 0."""
         places = torch.rand(rows, slots, device=self.device).argsort(1)[:, : 2 * facts]
+        places = places - places.amin(1, keepdim=True) * opening
         pairs = places.view(rows, 2, facts)
         ordered = places.sort(1).values
         shuffle = torch.rand(rows, facts, device=self.device).argsort(1)
