@@ -256,7 +256,7 @@ def combined(found: dict[Config, float]) -> Iterator[Config]:
 
 
 def sweep_tokens(cell: Cell, configs: list[Config], end: float, recorder: Recorder) -> bool:
-    """Time configs until `end`, then the best combined, then overlapped. False where the device is lost."""
+    """Time configs until `end`, then the best combined. False where the device is lost."""
     expected, floor = cell.expected(), cell.floor_us
     found: dict[Config, float] = {}
 
@@ -280,9 +280,6 @@ def sweep_tokens(cell: Cell, configs: list[Config], end: float, recorder: Record
     for config in list(combined(found)):
         if not try_config(config):
             return False
-    best = sorted(found, key=found.__getitem__)[:2]
-    if not all(try_config(replace(config, overlap=not config.overlap)) for config in best):
-        return False
     base = pick_config(cell.tokens * TOP_K, EXPERTS, torch.device("cuda"))
     print(f"{cell.tokens} tokens, floor {floor:.1f} us, default {found.get(base, float('nan')):.1f}:")
     for config in sorted(found, key=found.__getitem__)[:6]:

@@ -393,17 +393,13 @@ def test_a_thousand_runs_give_the_same_bits(tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 64, 200])
-def test_a_captured_graph_serves_other_routing(tokens, overlap):
-    if overlap and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("launches overlap from Hopper on")
+def test_a_captured_graph_serves_other_routing(tokens):
     x = make(tokens, 6, 64, 512, 384, torch.bfloat16)
-    config = replace(plan.pick_config(6 * tokens, 64, x.hidden.device), overlap=overlap)
-    x.run(config)
+    x.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = x.run(config)
+        out = x.run()
     for seed in range(1, 5):
         other = make(tokens, 6, 64, 512, 384, torch.bfloat16, seed=seed)
         if seed == 4:

@@ -28,26 +28,17 @@ import triton.language as tl
 from .triton_experts_plan import MAX_TOKENS, Config, pick_config
 
 
-@triton.jit
-def _begin(OVERLAP: tl.constexpr):
-    """Wait for the launch before, whole, then let the next one's programs wait where this one's don't fill the GPU."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _align_kernel(
     index_ptr, expert_ptr, pair_ptr, pairs, tiles,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PAIRS_PAD: tl.constexpr, TILES_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Program e lists expert e's pairs in its tiles; a last one marks the tiles left over.
 
     expert_ptr [tiles]: a tile's expert, -1 where it is left over. pair_ptr [tiles, BLOCK_M]: its pairs, in order, then
     `pairs`. Pairs of experts outside 0..E-1 are in no tile.
     """
-    _begin(OVERLAP)
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS_PAD)
     of_pair = tl.load(index_ptr + pair, mask=pair < pairs, other=EXPERTS)
@@ -115,10 +106,8 @@ def _up_kernel(
     x_ptr, w_ptr, act_ptr, expert_ptr, pair_ptr, x_st, pairs,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x_ptr [T, D] of row stride x_st -> act_ptr [P, I]. One product for gate's rows and up's, taken apart after."""
-    _begin(OVERLAP)
     expert, pair = _tile(expert_ptr, pair_ptr, tl.program_id(1), pairs, ALIGN, BLOCK_M)
     if (expert < 0) | (expert >= EXPERTS):
         return
@@ -148,10 +137,8 @@ def _down_kernel(
     act_ptr, w_ptr, part_ptr, expert_ptr, pair_ptr, pairs,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, ALIGN: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """act_ptr [P, I] -> part_ptr [SPLITS, P, D]."""
-    _begin(OVERLAP)
     expert, pair = _tile(expert_ptr, pair_ptr, tl.program_id(1), pairs, ALIGN, BLOCK_M)
     if (expert < 0) | (expert >= EXPERTS):
         return
@@ -173,10 +160,9 @@ def _down_kernel(
 def _sum_kernel(
     part_ptr, index_ptr, weight_ptr, out_ptr, pairs,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program sums BLOCK values of one token. Pairs of experts outside 0..E-1 count as zero."""
-    _begin(OVERLAP)
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, TOP_K_PAD)
@@ -264,23 +250,20 @@ def fused_experts(
         tile_expert, tile_pair, tiles = _align(index, experts, config)
         shared = {
             "EXPERTS": experts, "HIDDEN": width, "INNER": inner, "ALIGN": config.align, "BLOCK_M": config.block_m,
-            "OVERLAP": config.overlap, "PRECISION": "ieee" if hidden.dtype == torch.float32 else "tf32",
+            "PRECISION": "ieee" if hidden.dtype == torch.float32 else "tf32",
         }  # fmt: skip
         up, down = config.up, config.down
-        # The first launch follows one of somebody else's, so it starts when that one has ended.
-        early = {"launch_pdl": True} if config.overlap else {}
         _up_kernel[(triton.cdiv(2 * inner, up.rows), tiles)](
             hidden, gate_up_proj, act, tile_expert, tile_pair, row_stride, pairs, TOP_K=top_k,
             ROWS=up.rows, DEPTH=up.depth, STAGES=up.stages, num_warps=up.warps, **shared,
-            **(early if config.align else {}),
         )  # fmt: skip
         _down_kernel[(triton.cdiv(width, down.rows), tiles, down.splits)](
             act, down_proj, part, tile_expert, tile_pair, pairs, SPLITS=down.splits,
-            ROWS=down.rows, DEPTH=down.depth, STAGES=down.stages, num_warps=down.warps, **shared, **early,
+            ROWS=down.rows, DEPTH=down.depth, STAGES=down.stages, num_warps=down.warps, **shared,
         )  # fmt: skip
         _sum_kernel[(tokens, triton.cdiv(width, 256))](
             part, index, weights, out, pairs, TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k), EXPERTS=experts,
-            HIDDEN=width, SPLITS=down.splits, BLOCK=256, OVERLAP=config.overlap, num_warps=4, **early,
+            HIDDEN=width, SPLITS=down.splits, BLOCK=256, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -296,6 +279,6 @@ def _align(index: torch.Tensor, experts: int, config: Config) -> tuple[torch.Ten
     _align_kernel[(experts + 1,)](
         index, tile_expert, tile_pair, pairs, tiles, EXPERTS=experts, EXPERTS_PAD=triton.next_power_of_2(experts + 1),
         PAIRS_PAD=triton.next_power_of_2(pairs), TILES_PAD=triton.next_power_of_2(tiles), BLOCK_M=config.block_m,
-        OVERLAP=config.overlap, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return tile_expert, tile_pair, tiles
