@@ -2,10 +2,10 @@
 
 A few small objects sit on the model, and stock code runs everything else:
 
-    StepHooks        around the decoder's forward: plans the step on the cache, drops the plan afterwards
     LatentsOrKV      in place of an attention's expand_kv: hands latents on while the step is absorbed
     AttentionConfig  in place of an attention's config: names our attention function while the step is absorbed
     ExpertsConfig    in place of an expert module's config: names the products to use in decode steps
+    DecoderForward   (decoder.py) in place of the decoder's forward: plans the step that these look at
 
 so that without a PagedMLACache, or in a step that isn't absorbed, the very code of transformers runs.
 
@@ -14,7 +14,8 @@ so that without a PagedMLACache, or in a step that isn't absorbed, the very code
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,23 +23,16 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import compat, experts, kernels
+from . import experts, kernels
 from .absorb import absorb_query, absorbed_weights, project_back
 from .cache import PagedMLACache
 from .cache.layer import PagedMLALayer
 from .cache.step import StepPlan
-from .config import MLAConfig
-from .families import Family
-from .sparse import MAX_SPARSE_COLUMNS, sparse_decode
+from .sparse import sparse_decode
 
 # A name for transformers' attention registry. "flash" in it would switch on code meant for flash attention (a
 # substring test), and a name with "paged" is continuous batching's.
 ATTENTION_NAME = "hf_mla_absorbed"
-
-# New columns up to which attention is absorbed. A query costs 2 * (2R + P) flops a head and cached token absorbed and
-# 2 * (nope + P + v) expanded, but expanding a cached token costs 2 * R * (nope + v) a head first: for DeepSeek's sizes
-# the two meet at 170 columns.
-MAX_ABSORBED_COLUMNS = 128
 
 
 class PatchKey:
@@ -47,10 +41,11 @@ class PatchKey:
 
 @dataclass
 class ActiveStep:
-    """A forward pass that this thread is in."""
+    """A forward pass that this thread is in; `device` is its inputs'."""
 
     cache: PagedMLACache
     plan: StepPlan
+    device: torch.device
 
 
 class _Active(threading.local):
@@ -61,67 +56,23 @@ class _Active(threading.local):
 _active = _Active()
 
 
+@contextmanager
+def entered(key: PatchKey, step: ActiveStep) -> Iterator[None]:
+    """While the decoder that `key` stands for runs `step` in this thread; the step is undone where that fails."""
+    _active.steps[key] = step
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        del _active.steps[key]
+        step.cache.end_step(failed=not finished)
+
+
 def absorbed_step(key: PatchKey) -> ActiveStep | None:
     """This thread's step of the decoder that `key` stands for, if it is absorbed."""
     step = _active.steps.get(key)
     return step if step is not None and step.plan.absorbed else None
-
-
-class StepHooks:
-    """Forward hooks of one decoder.
-
-    Args:
-        key: The decoder's key. A decoder is the module that takes the 2D mask, the positions and the cache.
-        config: How steps are planned.
-        family: How the decoder's attention may read the pages.
-    """
-
-    def __init__(self, key: PatchKey, config: MLAConfig, family: Family):
-        self.key = key
-        self.config = config
-        self.family = family
-
-    def _max_absorbed(self) -> int:
-        limits = {"absorbed": MAX_ABSORBED_COLUMNS, "sparse": MAX_SPARSE_COLUMNS, "dense": 0}
-        return min(limits[self.family.way], MAX_ABSORBED_COLUMNS)
-
-    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Plan the step where the call brings a PagedMLACache."""
-        _active.steps.pop(self.key, None)  # left behind where a KeyboardInterrupt skipped `after`
-        call = compat.bind_forward(module, args, kwargs)
-        cache = call["cache"]
-        if not isinstance(cache, PagedMLACache):
-            return None
-        if module.training:
-            raise ValueError(
-                "cache: a PagedMLACache is for inference and the model is in training mode; call model.eval(), or "
-                "train with use_cache=False"
-            )
-        inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
-        if inputs is None:
-            return None  # the model's own error tells it best
-        wants_weights = call.get("output_attentions")
-        if wants_weights is None:
-            wants_weights = getattr(module.config, "output_attentions", False)
-        cache.adopt(module.config)
-        plan = cache.begin_step(
-            call.get("attention_mask"),
-            inputs.shape[0],
-            inputs.shape[1],
-            max_absorbed=0 if wants_weights else self._max_absorbed(),
-            backend=self.config.backend,
-        )
-        _active.steps[self.key] = ActiveStep(cache, plan)
-        if not plan.absorbed or args or not cache.is_all_mla:
-            return None
-        # Lengths say all that the mask said. A prepared (4D) mask is passed through as it is, so none is built.
-        return args, {**kwargs, "attention_mask": inputs.new_empty((1, 1, 1, 1), dtype=torch.bool)}
-
-    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Drop the plan; `output` is None where the forward raised."""
-        step = _active.steps.pop(self.key, None)
-        if step is not None:
-            step.cache.end_step(failed=output is None)
 
 
 class LatentsOrKV:

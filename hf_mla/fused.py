@@ -229,5 +229,5 @@ def unbind(decoder: nn.Module) -> None:
     for module in decoder.modules():
         if isinstance(module.__dict__.get("forward"), StandIn):
             del module.__dict__["forward"]
-        if isinstance(module.__dict__.get("_old_forward"), StandIn):
+        if isinstance(module.__dict__.get("_old_forward"), StandIn):  # accelerate, hooked in after the patch, has it
             module.__dict__["_old_forward"] = type(module).forward.__get__(module)

@@ -11,12 +11,9 @@ cache of its layout.
 A step that can't be captured runs eagerly, and the reason is logged once.
 """
 
-import inspect
 import logging
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +21,8 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from . import compat, kernels
-from .attention import ActiveStep, PatchKey, absorbed_step
+from . import compat, experts, kernels
+from .attention import ActiveStep
 from .cache import PagedMLACache
 from .cache.layer import PagedMLALayer
 from .cache.sequences import Extension
@@ -120,20 +117,34 @@ def _only_output_collectors(module: nn.Module) -> bool:
     return all(getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing") for hook in hooks)
 
 
-class GraphedForward:
-    """Stands in for a decoder's `forward`.
+def _may_replay(config: Any, kwargs: dict) -> bool:
+    """Cheap conditions, checked at every step; what they refuse is ordinary, so nothing is said."""
+    ids = kwargs.get("input_ids")
+    if ids is None or not ids.is_cuda or ids.shape[1] != 1:
+        return False
+    if kwargs.get("attention_mask") is None or kwargs.get("position_ids") is None:
+        return False
+    others = (value for name, value in kwargs.items() if name not in KNOWN_ARGUMENTS)
+    if any(value is not None and value is not False for value in others):
+        return False
+    if any(getattr(config, f"output_{name}", False) for name in ("attentions", "hidden_states", "router_logits")):
+        return False
+    return not (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cuda")
+        or torch.cuda.is_current_stream_capturing()
+        or torch.compiler.is_compiling()
+    )
+
+
+class DecodeGraphs:
+    """The captured decode steps of one decoder.
 
     Args:
-        key: The decoder's key.
-        module: The decoder, held weakly.
-        replaced: What lay on the instance before, or None for the class's own method.
         backend: Kernels asked for; graphs need those that don't plan on the host.
     """
 
-    def __init__(self, key: PatchKey, module: nn.Module, replaced: Callable | None, backend: str):
-        self.key = key
-        self.module = weakref.ref(module)
-        self.replaced = replaced
+    def __init__(self, backend: str):
         self.backend = backend
         self._graphs: OrderedDict[tuple, Captured | None] = OrderedDict()
         self._lock = threading.Lock()
@@ -141,59 +152,23 @@ class GraphedForward:
         self._said: set[str] = set()
 
     def __reduce__(self) -> tuple:  # graphs belong to this process and this model
-        return GraphedForward, (self.key, self.module(), self.replaced, self.backend)
+        return DecodeGraphs, (self.backend,)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        module: Any = self.module()
-        return inspect.signature(self.replaced or type(module).forward.__get__(module))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoder's forward: a replay where the step allows it, else what was there before."""
-        step = absorbed_step(self.key)
-        if step is not None and not args and self._may_replay(step, kwargs) and self._lock.acquire(blocking=False):
-            try:
-                output = self._replay(step, kwargs)
-            finally:
-                self._lock.release()
-            if output is not None:
-                return output
-        return self._eager(*args, **kwargs)
-
-    def _eager(self, *args: Any, **kwargs: Any) -> Any:
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        module: Any = self.module()
-        return type(module).forward(module, *args, **kwargs)
-
-    def _may_replay(self, step: ActiveStep, kwargs: dict) -> bool:
-        """Cheap conditions, checked at every step; what they refuse is ordinary, so nothing is said."""
-        ids = kwargs.get("input_ids")
-        if ids is None or not ids.is_cuda or ids.shape[1] != 1 or self.replaced is not None:
-            return False
-        if kwargs.get("attention_mask") is None or kwargs.get("position_ids") is None:
-            return False
-        if any(
-            value is not None and value is not False for name, value in kwargs.items() if name not in KNOWN_ARGUMENTS
-        ):
-            return False
-        config: Any = self.module().config  # type: ignore[union-attr]
-        wanted = ("output_attentions", "output_hidden_states", "output_router_logits")
-        if any(getattr(config, name, False) for name in wanted):
-            return False
-        return not (
-            torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cuda")
-            or torch.cuda.is_current_stream_capturing()
-            or torch.compiler.is_compiling()
-        )
+    def run(self, decoder: Any, step: ActiveStep, kwargs: dict) -> Any:
+        """The output of an absorbed step, replayed or captured, or None where it has to run from Python."""
+        if not _may_replay(decoder.config, kwargs) or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._replay(decoder, step, kwargs)
+        finally:
+            self._lock.release()
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning(f"hf_mla: decode steps run eagerly, without a CUDA graph: {reason}")
 
-    def _replay(self, step: ActiveStep, kwargs: dict) -> Any:
+    def _replay(self, decoder: Any, step: ActiveStep, kwargs: dict) -> Any:
         """The step's output, or None where it has to run eagerly."""
         ids, plan, cache = kwargs["input_ids"], step.plan, step.cache
         for layer in cache.mla_layers:
@@ -201,13 +176,14 @@ class GraphedForward:
         layouts = tuple(layer.layout for layer in cache.mla_layers)
         columns = columns_of(max(plan.block_table.shape[1], cache.expected_columns))
         bucket = bucket_of(ids.shape[0])
-        key = (bucket, columns, layouts, torch.cuda.current_stream(ids.device).cuda_stream)
+        experts_name = experts.decode_name(getattr(decoder.config, "_experts_implementation", None), True)
+        key = (bucket, columns, layouts, experts_name, torch.cuda.current_stream(ids.device).cuda_stream)
         captured = self._graphs.get(key)
         if captured is not None and captured.stale():
             self._graphs.clear()
             captured = None
         if key not in self._graphs:
-            return self._capture(key, step, kwargs)
+            return self._capture(key, decoder, step, kwargs)
         self._graphs.move_to_end(key)
         if captured is None:
             return None
@@ -244,9 +220,8 @@ class GraphedForward:
             captured.page_bases.copy_(torch.tensor(bases, dtype=torch.int64))
             captured.bases = bases
 
-    def _capture(self, key: tuple, step: ActiveStep, kwargs: dict) -> Any:
+    def _capture(self, key: tuple, decoder: Any, step: ActiveStep, kwargs: dict) -> Any:
         """Run the step eagerly over the graph's buffers, capture it, and return the eager output."""
-        decoder: Any = self.module()
         reason = _foreign(decoder) or self._unfit_backend(step)
         if reason is not None:
             self._say(reason)
@@ -257,7 +232,7 @@ class GraphedForward:
         generator = torch.cuda.default_generators[kwargs["input_ids"].device.index]
         random_state = generator.clone_state()
         try:
-            captured, output = self._record(key, step, kwargs, decoder)
+            captured, output = self._record(key, decoder, step, kwargs)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -314,7 +289,7 @@ class GraphedForward:
             weights=[],
         )
 
-    def _record(self, key: tuple, step: ActiveStep, kwargs: dict, decoder: Any) -> tuple[Captured, Any]:
+    def _record(self, key: tuple, decoder: Any, step: ActiveStep, kwargs: dict) -> tuple[Captured, Any]:
         ids, cache = kwargs["input_ids"], step.cache
         bucket, columns = key[:2]
         captured = self._buffers(bucket, columns, cache, ids.device)

@@ -1,7 +1,8 @@
 """Put the seam on a loaded model, and take it off again.
 
-`patch` touches instances only: one attribute (`expand_kv`) and the config reference of each attention module, and two
-hooks on the decoder. Weights, state_dict, the model's config and its class stay as they are.
+`patch` touches instances only: one attribute (`expand_kv`) and the config reference of each attention module, and the
+`forward` of the decoder and of small modules in it. Weights, state_dict, the model's config and its class stay as they
+are.
 """
 
 import functools
@@ -9,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -17,11 +18,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from . import compat, fused, kernels
-from .attention import AttentionConfig, ConfigView, ExpertsConfig, LatentsOrKV, PatchKey, StepHooks
+from .attention import AttentionConfig, ConfigView, ExpertsConfig, LatentsOrKV, PatchKey
 from .config import MLAConfig
+from .decoder import DecoderForward
 from .experts import is_registered
 from .families import REFUSED, SERVED, Family
-from .graphs import GraphedForward
 
 logger: logging.Logger = transformers_logging.get_logger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,13 +43,11 @@ class Binding:
         attentions: Name (from the decoder) and module of each patched attention.
         experts: Modules that hold a mixture's experts and choose their products by name.
         config: The settings.
-        handles: To remove the decoder's hooks with.
     """
 
     attentions: Attentions
     experts: list[nn.Module]
     config: MLAConfig
-    handles: list[Any] = field(default_factory=list)
 
 
 def find_bindings(model: nn.Module) -> list[tuple[nn.Module, Binding]]:
@@ -127,7 +126,7 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
     experts = [
         module for module in decoder.modules() if hasattr(module, "_apply_gate") and hasattr(module, "has_gate")
     ]
-    decoder.__dict__["_hf_mla"] = binding = Binding(attentions, experts, config)
+    decoder.__dict__["_hf_mla"] = Binding(attentions, experts, config)
     if not config.enabled:
         return
     key, family = PatchKey(), _family(decoder)
@@ -143,18 +142,11 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
         cast(Any, experts_module).config = ExpertsConfig(key, experts_module.config, registered)
     if config.fused and config.backend != "reference":
         fused.bind(decoder, key)
-    if config.graphs and family.graphs:
-        replaced = decoder.__dict__.get("forward")
-        decoder.__dict__["forward"] = GraphedForward(key, decoder, replaced, config.backend)
-    hooks = StepHooks(key, config, family)
-    # One by one: what is there is taken off again where the next fails.
-    binding.handles.append(decoder.register_forward_pre_hook(hooks.before, with_kwargs=True))
-    binding.handles.append(decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True))
+    replaced = decoder.__dict__.get("forward")
+    decoder.__dict__["forward"] = DecoderForward(key, decoder, replaced, config, family)
 
 
 def _unbind(decoder: nn.Module, binding: Binding) -> None:
-    for handle in binding.handles:
-        handle.remove()
     for _, module in binding.attentions:
         ours = module.__dict__.get("expand_kv")
         if isinstance(ours, LatentsOrKV):
@@ -165,11 +157,12 @@ def _unbind(decoder: nn.Module, binding: Binding) -> None:
         if isinstance(module.config, ConfigView):
             module.config = module.config.original
     fused.unbind(decoder)
-    forward = decoder.__dict__.get("forward")
-    if isinstance(forward, GraphedForward):
-        del decoder.__dict__["forward"]
-        if forward.replaced is not None:
-            decoder.__dict__["forward"] = forward.replaced
+    for name in ("forward", "_old_forward"):  # accelerate, hooked in after the patch, keeps ours under the second
+        forward = decoder.__dict__.get(name)
+        if isinstance(forward, DecoderForward):
+            decoder.__dict__[name] = forward.replaced or type(decoder).forward.__get__(decoder)
+            if name == "forward" and forward.replaced is None:
+                del decoder.__dict__[name]
     decoder.__dict__.pop("_hf_mla", None)
 
 
@@ -182,7 +175,8 @@ def patch(model: Model, **options: Any) -> Model:
 
     Args:
         model: A loaded transformers model (or a wrapper around one, such as PEFT's) of a served family.
-        **options: Fields of `MLAConfig`: backend, block_size, entry_alignment, cache_dtype, max_tokens, enabled.
+        **options: Fields of `MLAConfig`: backend, block_size, entry_alignment, cache_dtype, max_tokens, graphs, fused,
+            enabled.
 
     Returns:
         The same object.

@@ -11,7 +11,7 @@ from tiny import GREEDY, build, prompts, relative_error, scores_of, twin
 from transformers import PreTrainedModel
 
 import hf_mla
-from hf_mla import attention
+from hf_mla import decoder
 from hf_mla.compat import CACHE_NAME
 
 BLOCK = 16
@@ -84,7 +84,7 @@ def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 def absorb_up_to(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Make steps of more new columns than this expand the history."""
-    monkeypatch.setattr(attention, "MAX_ABSORBED_COLUMNS", columns)
+    monkeypatch.setattr(decoder, "MAX_ABSORBED_COLUMNS", columns)
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ import torch
 from tiny import GREEDY, build, prompts, relative_error, scores_of, twin
 
 import hf_mla
-from hf_mla.graphs import GraphedForward, bucket_of, columns_of
+from hf_mla.decoder import DecoderForward
+from hf_mla.graphs import bucket_of, columns_of
 
 cuda = torch.device("cuda")
 
@@ -40,8 +41,8 @@ def generate(model, batch, new, **kwargs):
 
 def graphs_of(model):
     forward = model.model.__dict__["forward"]
-    assert isinstance(forward, GraphedForward)
-    return [graph for graph in forward._graphs.values() if graph is not None]
+    assert isinstance(forward, DecoderForward)
+    return [graph for graph in forward.graphs._graphs.values() if graph is not None]
 
 
 def assert_same(got, expected, tolerance=1e-5):

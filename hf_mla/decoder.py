@@ -1,0 +1,103 @@
+"""A patched decoder's forward: plans each pass over a PagedMLACache, then replays a graph or runs stock code."""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import compat
+from .attention import ActiveStep, PatchKey, entered
+from .cache import PagedMLACache
+from .config import MLAConfig
+from .families import Family
+from .graphs import DecodeGraphs
+from .sparse import MAX_SPARSE_COLUMNS
+
+# New columns up to which attention is absorbed. A query costs 2 * (2R + P) flops a head and cached token absorbed and
+# 2 * (nope + P + v) expanded, but expanding a cached token costs 2 * R * (nope + v) a head first: for DeepSeek's sizes
+# the two meet at 170 columns.
+MAX_ABSORBED_COLUMNS = 128
+
+
+class DecoderForward:
+    """Stands in for the forward of a decoder: the module that takes the 2D mask, the positions and the cache.
+
+    Args:
+        key: The decoder's key.
+        module: The decoder, held weakly.
+        replaced: What lay on the instance before (a hook of accelerate's, say), or None for the class's own method.
+        config: How steps are planned.
+        family: How the decoder's attention may read the pages.
+    """
+
+    def __init__(self, key: PatchKey, module: nn.Module, replaced: Callable | None, config: MLAConfig, family: Family):
+        self.key = key
+        self.module = weakref.ref(module)
+        self.replaced = replaced
+        self.config = config
+        self.family = family
+        # What lay there before may move weights or do anything else that a replay would leave out.
+        usable = config.graphs and family.graphs and replaced is None
+        self.graphs = DecodeGraphs(config.backend) if usable else None
+
+    def __reduce__(self) -> tuple:  # a weak reference can't be copied or pickled
+        return DecoderForward, (self.key, self.module(), self.replaced, self.config, self.family)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module: Any = self.module()
+        return inspect.signature(self.replaced or type(module).forward.__get__(module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoder's output. A pass over a PagedMLACache that fails or is interrupted leaves the cache as it was."""
+        module: Any = self.module()
+        step = self._begin(module, args, kwargs)
+        if step is None:
+            return self._run(module, args, kwargs)
+        with entered(self.key, step):
+            if not step.plan.absorbed or args:
+                return self._run(module, args, kwargs)
+            if step.cache.is_all_mla:
+                # Lengths say all that the mask said. A prepared (4D) mask is passed on as it is, so none is built.
+                kwargs = {**kwargs, "attention_mask": torch.empty((1, 1, 1, 1), dtype=torch.bool, device=step.device)}
+            output = None if self.graphs is None else self.graphs.run(module, step, kwargs)
+            return self._run(module, args, kwargs) if output is None else output
+
+    def _run(self, module: Any, args: tuple, kwargs: dict) -> Any:
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    def _begin(self, module: Any, args: tuple, kwargs: dict) -> ActiveStep | None:
+        """Plan the step where the call brings a PagedMLACache."""
+        call = compat.bind_forward(module, args, kwargs)
+        cache = call["cache"]
+        if not isinstance(cache, PagedMLACache):
+            return None
+        if module.training:
+            raise ValueError(
+                "cache: a PagedMLACache is for inference and the model is in training mode; call model.eval(), or "
+                "train with use_cache=False"
+            )
+        inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+        if inputs is None:
+            return None  # the model's own error tells it best
+        wants_weights = call.get("output_attentions")
+        if wants_weights is None:
+            wants_weights = getattr(module.config, "output_attentions", False)
+        cache.adopt(module.config)
+        plan = cache.begin_step(
+            call.get("attention_mask"),
+            inputs.shape[0],
+            inputs.shape[1],
+            max_absorbed=0 if wants_weights else self._max_absorbed(),
+            backend=self.config.backend,
+        )
+        return ActiveStep(cache, plan, inputs.device)
+
+    def _max_absorbed(self) -> int:
+        limits = {"absorbed": MAX_ABSORBED_COLUMNS, "sparse": MAX_SPARSE_COLUMNS, "dense": 0}
+        return min(limits[self.family.way], MAX_ABSORBED_COLUMNS)
