@@ -1,4 +1,4 @@
-"""The whole-model benchmark: `model.generate` on DeepSeek-V2-Lite's shape with random weights, stock against paged.
+"""The whole-model benchmark: `model.generate` on full-size shapes with random weights, stock against paged.
 
     python benchmarks/generate.py                    # one GPU with 80 GB, a few minutes
     python benchmarks/generate.py --cells 32x1000 200x200-1800 --modes stock paged static --profile
@@ -14,7 +14,7 @@ A cell is BATCHxCONTEXT; BATCHxMIN-MAX has left-padded prompts of MIN to MAX tok
 Decoding is greedy with a fixed number of new tokens (no token ends a sequence). Each call of a logits processor marks
 the device's clock, and nothing waits for the device beyond what generate does itself: the first mark ends the prefill,
 the distance of two marks is a decode step. The same steps are checked by the wall clock of a long run less that of a
-short one. The floor is what a step must read at the bandwidth measured in the same run; see `v2_lite.Floor`.
+short one. The floor is what a step must read at the bandwidth measured in the same run; see `shapes.Floor`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from benchmarks import accuracy, v2_lite
+from benchmarks import accuracy, shapes
 from benchmarks.kernel_profile import ProfiledSteps
 from benchmarks.records import Recorder, describe_cache, table
 
@@ -90,7 +90,7 @@ class StepClock(LogitsProcessor):
 
     def __init__(self, device: torch.device):
         self.device = device
-        v2_lite.synchronize(device)
+        shapes.synchronize(device)
         self.wall_start = time.perf_counter()
         self.marks = [self._mark()]
 
@@ -107,7 +107,7 @@ class StepClock(LogitsProcessor):
 
     def stop(self) -> float:
         """Seconds since it was made, the device's work included."""
-        v2_lite.synchronize(self.device)
+        shapes.synchronize(self.device)
         return time.perf_counter() - self.wall_start
 
     def milliseconds(self) -> list[float]:
@@ -164,13 +164,18 @@ def clear(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def measure(model: PreTrainedModel, cell: Cell, mode: str, steps: int, floor: v2_lite.Floor) -> dict[str, object]:
+def measure(model: PreTrainedModel, cell: Cell, mode: str, steps: int, floor: shapes.Floor) -> dict[str, object]:
     """Every number of one cell in one mode. Runs generate three times: to warm up, long, and short."""
     device, prompts = model.device, cell.prompts(model.config.vocab_size, model.device)
     clear(device)
     # The hooks wait for the device: harmless in a warm-up, but not while a graph is captured.
-    with v2_lite.counted_experts(model, cell.batch) if mode == "stock" else nullcontext([]) as hits:
+    start = time.perf_counter()
+    with shapes.counted_experts(model, cell.batch) if mode == "stock" else nullcontext([]) as hits:
         generate(model, prompts, mode, SHORT_STEPS + 1)
+    shapes.synchronize(device)
+    first_call = time.perf_counter() - start
+    if mode == "paged":  # the long call's graph has a larger table, and is captured at its first step
+        generate(model, prompts, mode, steps + 1)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -195,6 +200,7 @@ def measure(model: PreTrainedModel, cell: Cell, mode: str, steps: int, floor: v2
         "step_ms_by_wall": (wall - short_wall) / (steps - SHORT_STEPS) * 1000,
         "decode_tokens_per_s": cell.batch / median * 1000,
         "total_s": wall,
+        "first_call_s": first_call,
         "peak_bytes": peak,
         **cache,
         "floor_ms": floor.step_ms(cell.batch, floor_tokens),
@@ -212,10 +218,12 @@ def profile_cell(model: PreTrainedModel, cell: Cell, mode: str, recorder: Record
     print("\n".join(["", f"profile of {cell}, {mode}: {result.lines()[0]}", *result.lines()[1:], ""]), flush=True)
 
 
-def check_accuracy(sizes: dict, device: torch.device, options: argparse.Namespace, recorder: Recorder) -> None:
+def check_accuracy(device: torch.device, options: argparse.Namespace, recorder: Recorder) -> None:
     """Errors of a truncated model's bfloat16 logits against float32; see `accuracy`."""
-    model = v2_lite.build(
-        v2_lite.make_config(sizes, num_layers=min(4, sizes["num_hidden_layers"])), device, torch.bfloat16
+    model = shapes.build(
+        shapes.make_config(options.model, num_layers=min(4, shapes.make_config(options.model).num_hidden_layers)),
+        device,
+        torch.bfloat16,
     )
     errors = accuracy.compare(model, 48 if options.tiny else 600, options.backend, paged="paged" in options.modes)
     print("\nrelative error of logits against transformers in float32, same weights, first layers only")
@@ -226,18 +234,17 @@ def check_accuracy(sizes: dict, device: torch.device, options: argparse.Namespac
 
 def run(options: argparse.Namespace) -> int:
     device = torch.device("cpu" if options.tiny else "cuda")
-    sizes = v2_lite.TINY if options.tiny else v2_lite.V2_LITE
     recorder = Recorder(options.out, device, options.backend, options.commit)
-    bandwidth = v2_lite.measure_bandwidth(device, 2**26 if options.tiny else 2**32)
+    bandwidth = shapes.measure_bandwidth(device, 2**26 if options.tiny else 2**32)
     print(f"{recorder.describe()}\ncopy bandwidth {bandwidth / 1e12:.2f} TB/s (read and written)", flush=True)
     if not options.no_accuracy:
-        recorder.guarded("accuracy", lambda: check_accuracy(sizes, device, options, recorder))
+        recorder.guarded("accuracy", lambda: check_accuracy(device, options, recorder))
         clear(device)
 
     start = time.perf_counter()
-    model = v2_lite.build(v2_lite.make_config(sizes), device, torch.bfloat16)
-    v2_lite.synchronize(device)
-    parameters, floor = sum(p.numel() for p in model.parameters()), v2_lite.Floor.of(model, bandwidth)
+    model = shapes.build(shapes.make_config(options.model), device, torch.bfloat16)
+    shapes.synchronize(device)
+    parameters, floor = sum(p.numel() for p in model.parameters()), shapes.Floor.of(model, bandwidth)
     print(f"\n{parameters / 1e9:.2f} B parameters built in {time.perf_counter() - start:.1f} s", flush=True)
 
     for mode in [mode for mode in MODES if mode in options.modes]:
@@ -253,7 +260,15 @@ def run(options: argparse.Namespace) -> int:
                 f"{cell} {mode}", lambda c=cell, m=mode, s=steps: measure(model, c, m, s, floor)
             )
             if numbers is not None:
-                recorder.add("cell", cell=str(cell), mode=mode, kernels=kernels, bandwidth=bandwidth, **numbers)
+                recorder.add(
+                    "cell",
+                    model=options.model,
+                    cell=str(cell),
+                    mode=mode,
+                    kernels=kernels,
+                    bandwidth=bandwidth,
+                    **numbers,
+                )
                 print(f"{cell} {mode}: {numbers['step_ms']:.2f} ms a step", flush=True)
             clear(device)
             if options.profile and numbers is not None:
@@ -266,6 +281,7 @@ def run(options: argparse.Namespace) -> int:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="v2-lite", choices=shapes.SHAPES, help="shape; default: v2-lite")
     parser.add_argument("--cells", nargs="+", help=f"default: {' '.join(CELLS)}")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["stock", "paged"], help="default: stock paged")
     parser.add_argument("--steps", type=int, help="decode steps to time; default: 64 paged, 6 to 32 otherwise")
@@ -276,6 +292,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="jsonl file to append to; default: benchmarks/results/generate.jsonl")
     parser.add_argument("--commit", help="commit to record where the sources are no git checkout")
     options = parser.parse_args(arguments)
+    options.model = "tiny" if options.tiny else options.model
     options.cells = options.cells or (TINY_CELLS if options.tiny else CELLS)
     if options.out is None and not options.tiny:
         options.out = Path(__file__).parent / "results" / "generate.jsonl"

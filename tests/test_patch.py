@@ -94,7 +94,7 @@ def test_patching_again_with_the_same_options_touches_nothing_and_with_others_ta
     assert inside(model) == before
     hf_mla.patch(model, block_size=32)
     output = model.generate(**BATCH, max_new_tokens=2, cache_implementation="paged_mla", **GREEDY)
-    assert cache_of(output).options.block_size == 32 and len(model.model._forward_hooks) == 1
+    assert cache_of(output).options.block_size == 32
 
 
 def test_another_model_on_the_same_config_object_stays_stock(stock, model):

@@ -1,4 +1,4 @@
-"""DeepSeek-V2-Lite's shape with random weights, and the least time that one of its decode steps can take.
+"""Models' full-size shapes with random weights, and the least time that one of their decode steps can take.
 
 B rows, E routed experts a layer, k of them a token, R = kv_lora_rank, P = qk_rope_head_dim
 """
@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV2Config, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    MiniCPM3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 YARN = {
@@ -23,7 +31,16 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 
+V2 = {
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "max_position_embeddings": 163840,
+    "rope_parameters": YARN,
+}
 V2_LITE = {
+    **V2,
     "vocab_size": 102400,
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -40,6 +57,7 @@ V2_LITE = {
 }
 
 TINY = {
+    **V2,
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -55,25 +73,28 @@ TINY = {
     "v_head_dim": 12,
 }
 
-
-def make_config(sizes: dict[str, int], num_layers: int | None = None) -> DeepseekV2Config:
-    """V2-Lite's config with other sizes, and fewer layers if `num_layers` says so; no token ends a sequence."""
-    sizes = sizes if num_layers is None else {**sizes, "num_hidden_layers": num_layers}
-    return DeepseekV2Config(
-        **sizes,
-        q_lora_rank=None,
-        first_k_dense_replace=1,
-        routed_scaling_factor=1.0,
-        topk_method="greedy",
-        max_position_embeddings=163840,
-        rope_parameters=dict(YARN),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+# Name -> class of the config and its values. V3's has its attention and sizes, but four layers and few experts; of
+# GLM-4.7-Flash, 12 of its 47 layers.
+SHAPES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "v2-lite": (DeepseekV2Config, V2_LITE),
+    "v3-attention": (
+        DeepseekV3Config,
+        {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4-moe-lite": (Glm4MoeLiteConfig, {"num_hidden_layers": 12}),
+    "minicpm3": (MiniCPM3Config, {}),
+    "tiny": (DeepseekV2Config, TINY),
+}
 
 
-def build(config: DeepseekV2Config, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+def make_config(shape: str, num_layers: int | None = None) -> PreTrainedConfig:
+    """The config of a shape, with fewer layers if `num_layers` says so; no token ends a sequence."""
+    config_class, values = SHAPES[shape]
+    values = values if num_layers is None else {**values, "num_hidden_layers": num_layers}
+    return config_class(**values, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+
+
+def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """A model made on the device: matrices normal(0, 0.02), norms 1. No weight passes through the host."""
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -115,8 +136,8 @@ class Floor:
         return cls(
             weight_bytes=sum(sizes.values()) - experts - embedding,
             expert_bytes=experts,
-            num_experts=config.n_routed_experts,
-            experts_per_token=config.num_experts_per_tok,
+            num_experts=getattr(config, "n_routed_experts", 1),
+            experts_per_token=getattr(config, "num_experts_per_tok", 1),
             latent_bytes=config.num_hidden_layers
             * (config.kv_lora_rank + config.qk_rope_head_dim)
             * model.dtype.itemsize,
@@ -138,8 +159,8 @@ class Floor:
 
 def measure_bandwidth(device: torch.device, num_bytes: int) -> float:
     """Bytes a second, read and written together, of copying `num_bytes` on the device: the best of some rounds."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
     copies, best = 8, float("inf")
     for _ in range(4):
         synchronize(device)
