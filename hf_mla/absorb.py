@@ -28,17 +28,15 @@ def _dense_weight(linear: nn.Module, rank: int, like: torch.Tensor) -> tuple[tor
     A Linear that is quantised, adapted, offloaded or hooked is asked what it does to the identity, at every call: that
     can't go stale, whatever is loaded, merged or switched in the meantime.
     """
-    weight, plain_bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
+    weight = getattr(linear, "weight", None)
     plain = type(linear) is nn.Linear and type(weight) in (nn.Parameter, torch.Tensor)
     hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
     if plain and not hooked and weight is not None and weight.dtype == like.dtype and weight.device == like.device:
-        return weight, plain_bias
-    identity = torch.eye(rank, dtype=like.dtype, device=like.device)
-    bias = None
-    if plain_bias is not None:
-        bias = linear(identity.new_zeros(1, rank))[0]
-    columns = linear(identity)
-    return (columns if bias is None else columns - bias).t(), bias
+        return weight, linear.bias
+    # A row of zeros tells the bias, whoever adds it: an adapter may where the layer below has none.
+    rows = torch.cat([like.new_zeros(1, rank), torch.eye(rank, dtype=like.dtype, device=like.device)])
+    bias, columns = linear(rows).split([1, rank])
+    return (columns - bias).t(), bias[0]
 
 
 def absorbed_weights(kv_b_proj: nn.Module, nope: int, v: int, rank: int, like: torch.Tensor) -> AbsorbedWeights:
