@@ -4,7 +4,7 @@ A few small objects sit on the model, and stock code runs everything else:
 
     LatentsOrKV      in place of an attention's expand_kv: hands latents on while the step is absorbed
     AttentionConfig  in place of an attention's config: names our attention function while the step is absorbed
-    ExpertsConfig    in place of an expert module's config: names the products to use in decode steps
+    ExpertsConfig    in place of an expert module's config: names the products to use in steps over a paged cache
     DecoderForward   (decoder.py) in place of the decoder's forward: plans the step that these look at
 
 so that without a PagedMLACache, or in a step that isn't absorbed, the very code of transformers runs.
@@ -69,9 +69,14 @@ def entered(key: PatchKey, step: ActiveStep) -> Iterator[None]:
         step.cache.end_step(failed=not finished)
 
 
+def paged_step(key: PatchKey) -> ActiveStep | None:
+    """This thread's step over a paged cache of the decoder that `key` stands for, absorbed or not."""
+    return _active.steps.get(key)
+
+
 def absorbed_step(key: PatchKey) -> ActiveStep | None:
     """This thread's step of the decoder that `key` stands for, if it is absorbed."""
-    step = _active.steps.get(key)
+    step = paged_step(key)
     return step if step is not None and step.plan.absorbed else None
 
 
@@ -143,7 +148,7 @@ class AttentionConfig(ConfigView):
 
 
 class ExpertsConfig(ConfigView):
-    """Of an expert module: our experts' function (see experts.py) in an absorbed step, else the model's own.
+    """Of an expert module: our experts' function (see experts.py) in a step over a paged cache.
 
     Args:
         key: The decoder's key.
@@ -158,7 +163,8 @@ class ExpertsConfig(ConfigView):
     @property
     def _experts_implementation(self) -> str | None:
         name = self.original._experts_implementation
-        return name if absorbed_step(self.key) is None else experts.decode_name(name, self.registered)
+        step = paged_step(self.key) if self.registered else absorbed_step(self.key)
+        return name if step is None else experts.decode_name(name, self.registered)
 
 
 class _NoGradient(torch.autograd.Function):

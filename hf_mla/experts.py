@@ -1,11 +1,13 @@
-"""Which code multiplies a mixture's experts in an absorbed step.
+"""Which code multiplies a mixture's experts in a step over a paged cache.
 
 For its decode loop, generate exchanges "grouped_mm" for "batched_mm" on GPUs, which copies the weights of every
-selected expert once a token: 20 GB a layer at 200 tokens of DeepSeek-V2-Lite. An absorbed step on a GPU takes:
+selected expert once a token: 20 GB a layer at 200 tokens of DeepSeek-V2-Lite. And "grouped_mm" writes each pair of
+token and expert a dozen times, half of them in fp32, which takes as long as its products. A step on a GPU takes:
 
-    fused_experts   where the module is as transformers' decorator describes by default, in fp16 or bf16
-    "grouped_mm"    for other modules in bf16
-    "batched_mm"    for other dtypes: grouped products wait for the host there, and can't be captured in a graph
+    fused_experts    where the module is as transformers' decorator describes by default, in fp16 or bf16
+    grouped_experts  likewise, for more tokens and in bf16
+    "grouped_mm"     for other modules in bf16
+    "batched_mm"     for other dtypes: grouped products wait for the host there, and can't be captured in a graph
 
 On a CPU, and where another name was configured, nothing changes.
 
@@ -13,7 +15,7 @@ On a CPU, and where another name was configured, nothing changes.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -44,20 +46,27 @@ def is_registered(module: nn.Module) -> bool:
 
 
 def decode_name(configured: str | None, registered: bool) -> str | None:
-    """The name to look up in an absorbed step, where `configured` is the config's."""
+    """The name to look up in a step over a paged cache, where `configured` is the config's."""
     if configured not in ("batched_mm", "grouped_mm"):
         return configured
     return EXPERTS_NAME if registered else "grouped_mm"
 
 
+class Kernels(NamedTuple):
+    """The modules of kernels: for few tokens, and for many."""
+
+    few: Any
+    many: Any
+
+
 @lru_cache
-def _kernel() -> Any:
-    """triton_experts, or why it can't be had."""
+def _kernels() -> Kernels | str:
+    """The kernels, or why they can't be had."""
     try:
-        from .kernels import triton_experts
+        from .kernels import triton_experts, triton_grouped
     except Exception as error:  # broken binary packages raise anything
         return f"triton is not usable: {type(error).__name__}: {error}"
-    return triton_experts
+    return Kernels(triton_experts, triton_grouped)
 
 
 def _is_silu(act_fn: Any) -> bool:
@@ -65,10 +74,10 @@ def _is_silu(act_fn: Any) -> bool:
 
 
 def unfit(module: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> str | None:
-    """Why `fused_experts` can't stand for `module`'s products of hidden_states [T, D] (of any device), or None."""
-    kernel = _kernel()
-    if isinstance(kernel, str):
-        return kernel
+    """Why our kernels can't stand for `module`'s products of hidden_states [T, D] (of any device), or None."""
+    kernels = _kernels()
+    if isinstance(kernels, str):
+        return kernels
     for name, value in PLAIN.items():
         if getattr(module, name, value) != value:
             return f"{name} is {getattr(module, name)}"
@@ -76,10 +85,12 @@ def unfit(module: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor)
         return "it gates in its own way"
     if not _is_silu(module.act_fn):
         return f"its activation is {type(module.act_fn).__name__}"
-    if not 1 <= hidden_states.shape[0] <= kernel.MAX_TOKENS:
-        return f"{hidden_states.shape[0]} tokens"
-    if hidden_states.dtype not in (torch.bfloat16, torch.float16):
-        return f"it is in {hidden_states.dtype}"
+    tokens, dtype = hidden_states.shape[0], hidden_states.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it is in {dtype}"
+    most = kernels.few.MAX_TOKENS if dtype == torch.float16 else torch.inf  # torch's grouped products are bf16's
+    if not 1 <= tokens <= most:
+        return f"{tokens} tokens in {dtype}"
     weights = module.gate_up_proj, module.down_proj
     for weight in weights:
         if type(weight) not in (torch.Tensor, nn.Parameter):
@@ -94,7 +105,7 @@ def unfit(module: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor)
 
 
 def _stock_name(module: Any, hidden_states: torch.Tensor, pairs: int) -> str:
-    """transformers' own function for what `fused_experts` isn't for."""
+    """transformers' own function for what our kernels aren't for."""
     if hidden_states.is_cuda:
         copied = getattr(module, "num_experts", 0) * MAX_COPIES
         return "grouped_mm" if module.down_proj.dtype == torch.bfloat16 or pairs > copied else "batched_mm"
@@ -102,10 +113,10 @@ def _stock_name(module: Any, hidden_states: torch.Tensor, pairs: int) -> str:
     return "grouped_mm" if configured == EXPERTS_NAME else configured
 
 
-def decode_experts(
+def paged_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts of an absorbed step, registered with transformers as `EXPERTS_NAME`.
+    """The experts of a step over a paged cache, registered with transformers as `EXPERTS_NAME`.
 
     Args:
         module: An expert module as transformers' `use_experts_implementation` makes them.
@@ -117,11 +128,13 @@ def decode_experts(
         [T, D] in hidden_states' dtype.
     """
     if hidden_states.is_cuda and unfit(module, hidden_states, top_k_weights) is None:
-        return _kernel().fused_experts(
-            hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights
-        )
+        few, many = cast(Kernels, _kernels())
+        given = hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights
+        if hidden_states.shape[0] <= few.MAX_TOKENS:
+            return few.fused_experts(*given)
+        return many.grouped_experts(*given, moe._grouped_linear)
     stock = moe.ALL_EXPERTS_FUNCTIONS[_stock_name(module, hidden_states, top_k_index.numel())]
     return stock(module, hidden_states, top_k_index, top_k_weights)
 
 
-moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, decode_experts)
+moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, paged_experts)

@@ -1,4 +1,4 @@
-"""The experts' kernels against a plain loop in fp64, and which code an absorbed step takes.
+"""The experts' kernels against a plain loop in fp64, and which code a step over a paged cache takes.
 
 T tokens, K experts a token, E experts, D hidden values, I an expert's inner values.
 """
@@ -263,7 +263,8 @@ def test_the_kernel_does_not_fit_other_functions_types_and_sizes():
     assert "float32" in reason(module_of(torch.float32))
     assert "float32" in reason(module_of(), dtype=torch.float32)
     assert "weights are torch.float16" in reason(module_of(torch.float16), dtype=torch.bfloat16)
-    assert "513 tokens" in reason(module_of(), tokens=513)
+    assert reason(module_of(), tokens=513) is None
+    assert "513 tokens" in reason(module_of(torch.float16), tokens=513)
     assert "0 tokens" in reason(module_of(), tokens=0)
     module = module_of()
     module.down_proj.data = module.down_proj.data.transpose(1, 2).contiguous().transpose(1, 2)
@@ -282,7 +283,7 @@ def test_the_kernel_does_not_fit_where_gradients_are_wanted():
 
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr(experts, "_kernel", lambda: "triton is not usable: no such module")
+    monkeypatch.setattr(experts, "_kernels", lambda: "triton is not usable: no such module")
     assert "triton" in reason(module_of())
 
 
@@ -310,23 +311,25 @@ def test_a_cpu_takes_what_the_config_says(configured, monkeypatch):
     expected = configured if configured != experts.EXPERTS_NAME else "grouped_mm"
     x = make(3, 2, 8, device="cpu")
     for _ in range(2):
-        experts.decode_experts(module, x.hidden, x.index, x.weights)
+        experts.paged_experts(module, x.hidden, x.index, x.weights)
         module.config = attention.ExpertsConfig(attention.PatchKey(), module.config, True)
     assert calls == [expected] * 2
 
 
 def test_names_in_a_step(monkeypatch):
     step = None
-    monkeypatch.setattr(attention, "absorbed_step", lambda key: step)
+    monkeypatch.setattr(attention, "paged_step", lambda key: step)
     view = attention.ExpertsConfig(attention.PatchKey(), SimpleNamespace(_experts_implementation="batched_mm"), True)
     own_registry = copy.copy(view)
     own_registry.__dict__["registered"] = False
     assert view._experts_implementation == own_registry._experts_implementation == "batched_mm"
-    step = object()
+    step = SimpleNamespace(plan=SimpleNamespace(absorbed=True))
     for name in ("batched_mm", "grouped_mm"):
         view._experts_implementation = name
-        assert view._experts_implementation == experts.EXPERTS_NAME
-        assert own_registry._experts_implementation == "grouped_mm"
+        for absorbed in (True, False):
+            step.plan.absorbed = absorbed
+            assert view._experts_implementation == experts.EXPERTS_NAME
+            assert own_registry._experts_implementation == ("grouped_mm" if absorbed else name)
     for name in ("eager", "sonicmoe", None):
         view._experts_implementation = name
         assert view._experts_implementation == own_registry._experts_implementation == name
@@ -346,12 +349,12 @@ def test_which_modules_find_our_function():
     assert not experts.is_registered(nn.Linear(1, 1))
 
 
-def test_a_patched_model_asks_for_our_function_in_decode_steps(monkeypatch):
+def test_a_patched_model_asks_for_our_function_over_a_paged_cache(monkeypatch):
     calls = []
 
     def spy(module, *args):
         calls.append(args[0].shape[0])
-        return experts.decode_experts(module, *args)
+        return experts.paged_experts(module, *args)
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, experts.EXPERTS_NAME, spy)
     model = build("deepseek_v2")
@@ -359,7 +362,11 @@ def test_a_patched_model_asks_for_our_function_in_decode_steps(monkeypatch):
     hf_mla.patch(model)
     ids = torch.randint(3, 97, (2, 5))
     model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, cache_implementation="paged_mla")
-    assert calls and set(calls) == {2}
+    layers = calls.count(10)
+    assert layers and calls == [10] * layers + [2] * (2 * layers)
+    calls.clear()
+    model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert not calls
 
 
 # A GPU's own
@@ -377,7 +384,7 @@ def test_lite_sizes_are_as_accurate_as_stock(tokens):
     module.gate_up_proj, module.down_proj = nn.Parameter(x.gate_up, False), nn.Parameter(x.down, False)
     stock = error_of(module(x.hidden, x.index, x.weights), expected)
     assert experts.unfit(module, x.hidden, x.weights) is None
-    ours = error_of(experts.decode_experts(module, x.hidden, x.index, x.weights), expected)
+    ours = error_of(experts.paged_experts(module, x.hidden, x.index, x.weights), expected)
     assert ours <= 1.5 * stock, (ours, stock)
 
 

@@ -239,21 +239,29 @@ def rope_norm_write(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + at, mask=at < count, other=0.0)
-    up = tl.load(up_ptr + at, mask=at < count, other=0.0)
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_st, up_st, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = cols < SIZE
+    gate = tl.load(gate_ptr + row * gate_st + cols, mask=live, other=0.0)
+    up = tl.load(up_ptr + row * up_st + cols, mask=live, other=0.0)
     x = gate.to(tl.float32)
     silu = (x / (1.0 + tl.exp(-x))).to(gate.dtype)
-    tl.store(out_ptr + at, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=at < count)
+    tl.store(out_ptr + row * SIZE + cols, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=live)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, of one shape and dtype, the first factor rounded to that dtype; contiguous."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    count, block = out.numel(), 1024
-    if count:
+    """silu(gate) * up of [..., I], of one shape and dtype, the first factor rounded to that dtype; contiguous.
+
+    Rows may lie any stride apart, as the halves of one product's do.
+    """
+    size = gate.shape[-1]
+    gates, ups = (x.reshape(-1, size) if x.stride(-1) == 1 else x.contiguous().view(-1, size) for x in (gate, up))
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    block = 512  # inner sizes are seldom powers of two, and a smaller block wastes less of its last one
+    if out.numel():
         with _on(gate):
-            _silu_mul_kernel[(triton.cdiv(count, block),)](gate, up, out, count, BLOCK=block, num_warps=4)
+            _silu_mul_kernel[(gates.shape[0], triton.cdiv(size, block))](
+                gates, ups, out, gates.stride(0), ups.stride(0), SIZE=size, BLOCK=block, num_warps=2
+            )
     return out
