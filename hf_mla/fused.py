@@ -1,12 +1,13 @@
-"""Decode steps in few kernels: what stands in for the forwards of a decoder's modules.
+"""Steps over a paged cache in few kernels: what stands in for the forwards of a decoder's modules.
 
-A decode step of transformers' modules issues some 75 kernels a layer, most of them of 2 microseconds. In an absorbed
-step of one new column on a GPU, in bf16 or fp16 and without gradients, these stand-ins compute the same with a third
-of them; in any other call the class's own forward runs. They lie on instances whose forward is known (see `known`), go
-through the projections' own modules, so that adapters, quantised weights and hooks on them work as ever, and look at
-weights and hooks at every call.
+A decode step of transformers' modules issues some 75 kernels a layer, most of them of 2 microseconds, and a prompt's
+pass spends more time on reading and writing all that lies between the products than on these. In a step over a paged
+cache on a GPU, in bf16 or fp16 and without gradients, these stand-ins compute the same with a third of them; in any
+other call the class's own forward runs, as it does for attention in all but absorbed steps of one new column. They lie
+on instances whose forward is known (see `known`), go through the projections' own modules, so that adapters, quantised
+weights and hooks on them work as ever, and look at weights and hooks at every call.
 
-    B rows of one column each, D hidden values, H heads, N = qk_nope_head_dim, R = kv_lora_rank, P = qk_rope_head_dim,
+    B rows, S new columns each, D hidden values, H heads, N = qk_nope_head_dim, R = kv_lora_rank, P = qk_rope_head_dim,
     V = v_head_dim, E routed experts
 """
 
@@ -24,6 +25,9 @@ from .standin import StandIn, is_bare, is_plain, triton_kernels
 
 # torch.mm's out_dtype, of CUDA devices and torch 2.8.
 MULTIPLIES_INTO_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
+
+# Rows from which on a product in float32 costs more than taking its weight apart.
+MANY_ROWS = 2048
 
 
 class FusedNorm(StandIn):
@@ -53,7 +57,7 @@ class FusedSoftmaxRouter(StandIn):
     """Of DeepSeek-V2's router: softmax, groups, top-k and scale in one kernel."""
 
     def fused(self, module: Any, step: ActiveStep, hidden_states: torch.Tensor) -> Any:
-        """[..., D] -> logits [B, E], weights [B, k], experts [B, k]"""
+        """[..., D] -> logits [B * S, E], weights [B * S, k], experts [B * S, k]"""
         groups = {"greedy": (1, 1), "group_limited_greedy": (module.num_group, module.topk_group)}
         if not is_plain(hidden_states) or module.topk_method not in groups:
             return NotImplemented
@@ -69,7 +73,7 @@ class FusedSigmoidRouter(StandIn):
     """
 
     def fused(self, module: Any, step: ActiveStep, hidden_states: torch.Tensor) -> Any:
-        """[..., D] -> logits [B, E], weights [B, k], experts [B, k]"""
+        """[..., D] -> logits [B * S, E], weights [B * S, k], experts [B * S, k]"""
         bias = module.e_score_correction_bias
         if not is_plain(hidden_states) or type(bias) not in (nn.Parameter, torch.Tensor) or not bias.is_contiguous():
             return NotImplemented
@@ -82,15 +86,31 @@ class FusedSigmoidRouter(StandIn):
 
 
 def _router_logits(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[B, E] float32. Products of bf16 are exact in float32, so where the weight is no wider nothing need be cast."""
+    """[B * S, E] float32. Products of bf16 are exact in float32, so where the weight is no wider nothing is cast."""
     rows, weight = hidden_states.view(-1, module.hidden_dim), module.weight
-    if rows.is_cuda and is_plain(rows, weight) and MULTIPLIES_INTO_FLOAT32:
-        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
-    return nn.functional.linear(rows.type(torch.float32), module.weight.type(torch.float32))
+    if rows.is_cuda and MULTIPLIES_INTO_FLOAT32:
+        if is_plain(rows, weight):
+            return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        wide = is_plain(rows) and type(weight) in (nn.Parameter, torch.Tensor) and weight.device == rows.device
+        if wide and len(rows) >= MANY_ROWS and (rows.dtype, weight.dtype) == (torch.bfloat16, torch.float32):
+            parts = torch.cat(in_bfloat16(weight))
+            return torch.mm(rows, parts.t(), out_dtype=torch.float32).unflatten(-1, (3, -1)).sum(1)
+    return nn.functional.linear(rows.type(torch.float32), weight.type(torch.float32))
+
+
+def in_bfloat16(x: torch.Tensor) -> list[torch.Tensor]:
+    """The three terms in bf16 that float32 x is the sum of: tensor cores multiply those, and not float32."""
+    parts = []
+    for _ in range(3):
+        parts.append(x.bfloat16())
+        x = x - parts[-1]
+    return parts
 
 
 class FusedAttention(StandIn):
     """Of an MLA module: norm of the latents, rope and the write to the pages in one kernel, and no copies."""
+
+    decodes_only = True
 
     @staticmethod
     def angles(module: Any, position_embeddings: Any) -> tuple[str, torch.Tensor, torch.Tensor]:
@@ -180,7 +200,7 @@ class FusedLayer(StandIn):
     """Of a decoder layer: residuals are added in the kernel of the norm that follows, or of the experts' sum."""
 
     def fused(self, module: Any, step: ActiveStep, *args: Any, **kwargs: Any) -> Any:
-        """[B, 1, D] -> [B, 1, D]"""
+        """[B, S, D] -> [B, S, D]"""
         norm = module.post_attention_layernorm
         if len(args) != 1 or kind_of(norm) != "norm" or not is_bare(norm) or not is_plain(args[0], norm.weight):
             return NotImplemented
@@ -196,7 +216,7 @@ class FusedLayer(StandIn):
 
     @staticmethod
     def _add_mixture(mixture: Any, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """residual + (routed + shared experts of normed), all [B, 1, D]."""
+        """residual + (routed + shared experts of normed), all [B, S, D]."""
         _, weights, experts = mixture.gate(normed)
         routed = mixture.experts(normed.view(-1, normed.shape[-1]), experts, weights).view(normed.shape)
         shared = mixture.shared_experts(normed)

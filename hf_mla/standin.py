@@ -1,4 +1,4 @@
-"""What stands in for the forward of a module in decode steps, and when it may.
+"""What stands in for the forward of a module in steps over a paged cache, and when it may.
 
 A stand-in lies on the instance, computes in a step that it is for, and calls the class's own forward in any other; so
 taking it off restores the module. Copies and pickles carry it along.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .attention import ActiveStep, PatchKey, absorbed_step
+from .attention import ActiveStep, PatchKey, paged_step
 
 
 class Kernels(NamedTuple):
@@ -68,6 +68,8 @@ class StandIn:
         module: The module, held weakly.
     """
 
+    decodes_only = False  # whether it is for absorbed steps of one new column; else any step will do
+
     def __init__(self, key: PatchKey, module: nn.Module):
         self.key = key
         self.module = weakref.ref(module)
@@ -83,8 +85,8 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The fused computation where the step allows it, else the class's forward."""
         module: Any = self.module()
-        step = absorbed_step(self.key)
-        if step is not None and _may_fuse(step):
+        step = paged_step(self.key)
+        if step is not None and self._may_fuse(step):
             result = self.fused(module, step, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -94,11 +96,11 @@ class StandIn:
         """What `forward` returns, or NotImplemented where the class's own has to run."""
         raise NotImplementedError
 
-
-def _may_fuse(step: ActiveStep) -> bool:
-    return (
-        step.plan.extension.kv_lens.shape[1] == 1
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cuda")
-        and not torch.compiler.is_compiling()
-    )
+    def _may_fuse(self, step: ActiveStep) -> bool:
+        decodes = step.plan.absorbed and step.plan.extension.kv_lens.shape[1] == 1
+        return (
+            (decodes or not self.decodes_only)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cuda")
+            and not torch.compiler.is_compiling()
+        )

@@ -1,4 +1,4 @@
-"""Decode steps in few kernels: the same logits as stock, on the modules that are known, and gone when unpatched."""
+"""Steps in few kernels: the same logits as stock, on the modules that are known, and gone when unpatched."""
 
 import copy
 import inspect
@@ -78,9 +78,9 @@ def test_twenty_padded_steps_are_stocks(name, anywhere):
     # Every module with a stand-in took part, but for the norms whose work the attention and the layer do.
     layers = patched.config.num_hidden_layers
     assert {kind for kind, _ in anywhere} == {type(stand_in).__name__ for stand_in in stand_ins(patched).values()}
-    assert anywhere["FusedLayer", True] == 19 * layers
+    assert anywhere["FusedLayer", True] == 20 * layers
     norms = sum("norm" in name for name in stand_ins(patched)) - 2 * layers
-    assert anywhere["FusedNorm", True] == 19 * norms
+    assert anywhere["FusedNorm", True] == 20 * norms + layers  # stock's attention reads the prompt
 
 
 def test_beams_share_blocks_and_rows_straddle_them(anywhere):
@@ -92,22 +92,45 @@ def test_beams_share_blocks_and_rows_straddle_them(anywhere):
     assert all(done for _, done in anywhere)
 
 
-def test_only_in_absorbed_steps_of_one_column_without_gradients(anywhere):
+def test_only_over_a_paged_cache_without_gradients_and_attention_in_single_columns(anywhere):
     stock, patched = pair()
     ids, mask = prompts([9])["input_ids"], torch.ones(1, 40, dtype=torch.int64)
-    patched(input_ids=ids)  # no cache
-    cache, other = hf_mla.PagedMLACache(), hf_mla.PagedMLACache()
+    cache = hf_mla.PagedMLACache()
+    with torch.enable_grad():
+        patched(input_ids=ids, **{hf_mla.compat.CACHE_NAME: hf_mla.PagedMLACache()})
+    with torch.no_grad():
+        patched(input_ids=ids)  # no cache
+    assert not anywhere
     feed(patched, ids, cache, mask[:, :9])  # prefill
     feed(patched, ids[:, :3], cache, mask[:, :12])  # a short continuation
-    feed(patched, ids, other, mask[:, :9])
-    with torch.enable_grad():
-        patched(input_ids=ids[:, :1], attention_mask=mask[:, :10], **{hf_mla.compat.CACHE_NAME: other})
-    assert not anywhere
+    assert anywhere["FusedNorm", True] and anywhere["FusedMLP", True] and anywhere["FusedSoftmaxRouter", True]
+    assert anywhere["FusedLayer", True] == 2 * 2
+    assert not any("Attention" in name for name, _ in anywhere)
     logits = feed(patched, ids[:, 5:6], cache, mask[:, :13])
-    assert anywhere
+    assert anywhere["FusedComplexAttention", True] == 2
     whole = torch.cat([ids, ids[:, :3], ids[:, 5:6]], 1)
     with torch.no_grad():
         assert relative_error(logits, stock(input_ids=whole).logits[:, -1:]) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_prompts_are_read_as_by_stock(name, anywhere):
+    family, changes = MODELS[name]
+    stock, patched = pair(family, **changes)
+    batch = prompts([1, BLOCK - 1, 3 * BLOCK + 1])
+    mask = batch["attention_mask"]
+    got = feed(patched, batch["input_ids"], hf_mla.PagedMLACache(), mask)
+    with torch.no_grad():
+        expected = stock(**batch).logits
+    assert relative_error(got[mask.bool()], expected[mask.bool()]) < 1e-4
+    assert anywhere["FusedLayer", True] == 2 and all(done for _, done in anywhere)
+
+
+def test_a_weight_in_float32_is_three_in_bfloat16():
+    weight = torch.randn(7, 33)
+    parts = fused.in_bfloat16(weight)
+    assert [part.dtype for part in parts] == [torch.bfloat16] * 3
+    assert relative_error(sum(part.double() for part in parts), weight) < 2**-24
 
 
 def test_on_a_cpu_nothing_is_fused_and_no_kernel_is_imported(monkeypatch):
@@ -216,8 +239,8 @@ def test_hooks_on_skipped_modules_still_run(anywhere):
     seen = break_known(patched)
     assert_generates_alike(stock, patched, 1e-4, **prompts([3, 5]), max_new_tokens=4)
     assert Counter(seen) == dict.fromkeys(["norm", "post", "act", "mlp"], 4)
-    assert anywhere["FusedRealAttention", False] == anywhere["FusedLayer", False] == anywhere["FusedMLP", False] == 3
-    assert anywhere["FusedRealAttention", True] == 3
+    assert anywhere["FusedLayer", False] == anywhere["FusedMLP", False] == 4
+    assert anywhere["FusedRealAttention", False] == anywhere["FusedRealAttention", True] == 3
 
 
 class Adapted(nn.Module):

@@ -110,9 +110,10 @@ def test_mixtures_in_bf16_fused_and_not(name):
     assert errors[True] <= 1.1 * errors[False]
 
 
-def test_router_logits_without_casts_are_those_of_float32():
-    router = real_model("softmax", MIXTURES).model.layers[1].mlp.gate.to(torch.bfloat16)
-    hidden = torch.randn(33, 1, REAL["hidden_size"], device=cuda).bfloat16()
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 33), (torch.float32, 33), (torch.float32, 3000)])
+def test_router_logits_without_casts_are_those_of_float32(dtype, rows):
+    router = real_model("softmax", MIXTURES).model.layers[1].mlp.gate.to(dtype)
+    hidden = torch.randn(rows, 1, REAL["hidden_size"], device=cuda).bfloat16()
     got = fused._router_logits(router, hidden)
     exact = hidden[:, 0].double() @ router.weight.double().t()
     assert got.dtype == torch.float32
