@@ -1,7 +1,7 @@
 """Generates text with latents kept in pages, from the small model beside this file or from any other MLA model.
 
-    python examples/generate.py
-    python examples/generate.py --compare --prompt "And Moses said" --max-new-tokens 200
+python examples/generate.py
+python examples/generate.py --compare --prompt "And Moses said" --max-new-tokens 200
 """
 
 from __future__ import annotations

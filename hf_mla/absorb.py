@@ -8,7 +8,7 @@ head. Since k_nope = W_UK c, the score q_nope . k_nope is (W_UK^T q_nope) . c; s
 sum_t p_t v_t is W_UV sum_t p_t c_t.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class AbsorbedWeights(NamedTuple):
     bias_v: torch.Tensor | None
 
 
-def _dense_weight(linear: nn.Module, rank: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _dense_weight(linear: Any, rank: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(weight [out, rank], bias [out] or None) of any linear map: a view where it is a plain Linear.
 
     A Linear that is quantised, adapted, offloaded or hooked is asked what it does to the identity, at every call: that

@@ -52,7 +52,7 @@ class DecoderForward:
         return inspect.signature(self.replaced or type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoder's output. A pass over a PagedMLACache that fails or is interrupted leaves the cache as it was."""
+        """The decoder's output. A pass over a cache of ours that fails or is interrupted leaves the cache as it was."""
         module: Any = self.module()
         step = self._begin(module, args, kwargs)
         if step is None:
