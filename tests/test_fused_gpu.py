@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_mla
 from hf_mla import fused
-from hf_mla.graphs import GraphedForward
+from hf_mla.decoder import DecoderForward
 
 pytestmark = pytest.mark.gpu
 cuda = torch.device("cuda")
@@ -77,7 +77,7 @@ def test_bf16_is_as_near_to_float32_as_stock(name, graphs):
     assert relative_error(got, exact) <= 1.1 * relative_error(stock, exact)
     if graphs:
         forward = model.model.__dict__["forward"]
-        assert isinstance(forward, GraphedForward) and any(forward._graphs.values())
+        assert isinstance(forward, DecoderForward) and any(forward.graphs._graphs.values())
 
 
 MIXTURES = {
