@@ -40,10 +40,9 @@ def _rotate_kernel(
     cos2 = tl.load(cos_at + SECOND * cos_sp, mask=real, other=0.0).to(tl.float32)
     sin2 = tl.load(sin_at + SECOND * sin_sp, mask=real, other=0.0).to(tl.float32)
     if part == 0:
-        # Names of their own: compiled Triton wants a name to have one shape in both branches.
-        k_a, k_b = _load_pair(k_ptr + token * k_st, pair, real, PAIRS, HALVES_IN)
+        a, b = _load_pair(k_ptr + token * k_st, pair, real, PAIRS, HALVES_IN)
         k_out = k_out_ptr + token * (2 * PAIRS)
-        _store_pair(k_out, pair, real, k_a * cos - k_b * sin, k_b * cos2 + k_a * sin2, PAIRS, HALVES_OUT)
+        _store_pair(k_out, pair, real, a * cos - b * sin, b * cos2 + a * sin2, PAIRS, HALVES_OUT)
     else:
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         q = q_ptr + token * q_st + head.to(tl.int64)[:, None] * q_sh
