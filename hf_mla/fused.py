@@ -3,9 +3,9 @@
 A decode step of transformers' modules issues some 75 kernels a layer, most of them of 2 microseconds, and a prompt's
 pass spends more time on reading and writing all that lies between the products than on these. In a step over a paged
 cache on a GPU, in bf16 or fp16 and without gradients, these stand-ins compute the same with a third of them; in any
-other call the class's own forward runs. They lie on instances whose forward is known (see `known`), go through the
-projections' own modules, so that adapters, quantised weights and hooks on them work as ever, and look at weights and
-hooks at every call.
+other call the class's own forward runs, as it does for attention in all but absorbed steps of one new column. They lie
+on instances whose forward is known (see `known`), go through the projections' own modules, so that adapters, quantised
+weights and hooks on them work as ever, and look at weights and hooks at every call.
 
     B rows, S new columns each, D hidden values, H heads, N = qk_nope_head_dim, R = kv_lora_rank, P = qk_rope_head_dim,
     V = v_head_dim, E routed experts
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import kernels, prompt
+from . import kernels
 from .absorb import absorbed_weights
 from .attention import ActiveStep, PatchKey
 from .cache.layer import PagedMLALayer
@@ -108,39 +108,36 @@ def in_bfloat16(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 class FusedAttention(StandIn):
-    """Of an MLA module: norm of the latents, rope and the write to the pages in one kernel, and no copies.
+    """Of an MLA module: norm of the latents, rope and the write to the pages in one kernel, and no copies."""
 
-    So in absorbed steps of one new column; in others, `prompt` does what there is to do without copies.
-    """
+    decodes_only = True
 
     @staticmethod
     def angles(module: Any, position_embeddings: Any) -> tuple[str, torch.Tensor, torch.Tensor]:
-        """The flavour of rope, cosines and sines [B or 1, S, P / 2 or P]."""
+        """The flavour of rope, cosines and sines [B or 1, 1, P / 2 or P]."""
         raise NotImplementedError
 
     def fused(
         self, module: Any, step: ActiveStep, *args: Any, hidden_states: Any = None, position_embeddings: Any = None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """[B, S, D] -> ([B, S, D], None or what else attention returns)"""
+        """[B, 1, D] -> ([B, 1, D], None)"""
         layer = self._layer(module, step, kwargs)
-        if args or layer is None or not is_plain(hidden_states) or position_embeddings is None:
+        norm = module.kv_a_layernorm
+        if args or layer is None or not is_plain(hidden_states, norm.weight) or not is_bare(norm):
             return NotImplemented
-        angles = rope, cos, sin = self.angles(module, position_embeddings)
+        if kind_of(norm) != "norm" or hidden_states.dtype != layer.layout.dtype or position_embeddings is None:
+            return NotImplemented
+        rope, cos, sin = self.angles(module, position_embeddings)
         rows, rope_dim = hidden_states.shape[0], module.qk_rope_head_dim
         wanted = rope_dim if rope == "half" else rope_dim // 2
-        on_device = cos.device == sin.device == hidden_states.device
-        if rope_dim % 2 or cos.shape[-1] < wanted or cos.shape[0] not in (1, rows) or not on_device:
+        if rope_dim % 2 or cos.shape[-1] < wanted or cos.shape[0] not in (1, rows) or cos.device != layer.device:
             return NotImplemented
-        if not step.plan.absorbed or hidden_states.shape[1] != 1:
-            others = {name: kwargs[name] for name in kwargs if name not in ("cache", "past_key_values")}
-            return prompt.attend(module, step, hidden_states, angles, others.pop("attention_mask", None), **others)
-        norm = module.kv_a_layernorm
-        if not is_plain(hidden_states, norm.weight) or not is_bare(norm) or kind_of(norm) != "norm":
-            return NotImplemented
-        if not self._matches(module, layer, hidden_states):
-            return NotImplemented
-        q, compressed = prompt.project_query(module, hidden_states), module.kv_a_proj_with_mqa(hidden_states)
+        if module.q_lora_rank is None:
+            q = module.q_proj(hidden_states)
+        else:
+            q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+        compressed = module.kv_a_proj_with_mqa(hidden_states)
         if not is_plain(q) or not is_plain(compressed) or not q.dtype == compressed.dtype == layer.layout.dtype:
             return NotImplemented
         q = q.reshape(rows, -1, module.qk_head_dim)
@@ -156,20 +153,14 @@ class FusedAttention(StandIn):
 
     @staticmethod
     def _layer(module: Any, step: ActiveStep, kwargs: dict) -> Any:
-        """The cache's layer where this call is about the step's cache, or None."""
+        """The cache's layer where this call is about the step's cache and the layer is as the module's, or None."""
         if not any(kwargs.get(name) is step.cache for name in ("cache", "past_key_values")):
             return None
         layer = step.cache.layers[module.layer_idx]
-        return layer if isinstance(layer, PagedMLALayer) else None
-
-    @staticmethod
-    def _matches(module: Any, layer: PagedMLALayer, hidden_states: torch.Tensor) -> bool:
-        """Whether the layer has entries, of the module's sizes and of hidden_states' dtype and device."""
-        layout = layer.layout
-        if layout is None or layer.device != hidden_states.device:
-            return False
-        wanted = module.kv_lora_rank, module.qk_rope_head_dim, hidden_states.dtype
-        return (layout.kv_lora_rank, layout.qk_rope_head_dim, layout.dtype) == wanted
+        if not isinstance(layer, PagedMLALayer) or layer.layout is None:
+            return None
+        sizes = layer.layout.kv_lora_rank, layer.layout.qk_rope_head_dim
+        return layer if sizes == (module.kv_lora_rank, module.qk_rope_head_dim) else None
 
     @staticmethod
     def _attend(
@@ -192,7 +183,7 @@ class FusedComplexAttention(FusedAttention):
 
     @staticmethod
     def angles(module: Any, position_embeddings: Any) -> tuple[str, torch.Tensor, torch.Tensor]:
-        """From complex factors [B or 1, S, P / 2]."""
+        """From complex factors [B or 1, 1, P / 2]."""
         return "complex", position_embeddings.real, position_embeddings.imag
 
 
@@ -201,7 +192,7 @@ class FusedRealAttention(FusedAttention):
 
     @staticmethod
     def angles(module: Any, position_embeddings: Any) -> tuple[str, torch.Tensor, torch.Tensor]:
-        """From (cosines, sines), each [B or 1, S, P]."""
+        """From (cosines, sines), each [B or 1, 1, P]."""
         return "interleave" if module.config.rope_interleave else "half", *position_embeddings
 
 

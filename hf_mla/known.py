@@ -30,8 +30,6 @@ KNOWN = {
     "f3b2d1af937093a6": "attention, real rope",
 }
 
-KNOWN_EXPANSION = "3d8ee69d3b4c714d"  # of expand_kv, in all of these
-
 
 def _tree(node: Any) -> Any:
     """A syntax tree as nested tuples, the same in every Python version."""
@@ -64,11 +62,6 @@ def kind_of(module: nn.Module) -> str | None:
         return None
     found = fingerprint(type(module).forward)
     return None if found is None else KNOWN.get(found)
-
-
-def is_known_expansion(module: Any) -> bool:
-    """Whether the class's `expand_kv` is transformers' own, as in the supported versions."""
-    return fingerprint(type(module).expand_kv) == KNOWN_EXPANSION
 
 
 def is_silu(activation: Any) -> bool:

@@ -19,7 +19,6 @@ class Kernels(NamedTuple):
     """The modules of kernels."""
 
     fused: Any
-    prompt: Any
     route: Any
 
 
@@ -27,10 +26,10 @@ class Kernels(NamedTuple):
 def triton_kernels() -> Any:
     """`Kernels`, or None where Triton can't be imported."""
     try:
-        from .kernels import triton_fused, triton_prompt, triton_route
+        from .kernels import triton_fused, triton_route
     except Exception:  # broken binary packages raise anything
         return None
-    return Kernels(triton_fused, triton_prompt, triton_route)
+    return Kernels(triton_fused, triton_route)
 
 
 def runs_on(x: torch.Tensor) -> bool:
@@ -69,6 +68,8 @@ class StandIn:
         module: The module, held weakly.
     """
 
+    decodes_only = False  # whether it is for absorbed steps of one new column; else any step will do
+
     def __init__(self, key: PatchKey, module: nn.Module):
         self.key = key
         self.module = weakref.ref(module)
@@ -85,7 +86,7 @@ class StandIn:
         """The fused computation where the step allows it, else the class's forward."""
         module: Any = self.module()
         step = paged_step(self.key)
-        if step is not None and _may_fuse():
+        if step is not None and self._may_fuse(step):
             result = self.fused(module, step, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -95,6 +96,11 @@ class StandIn:
         """What `forward` returns, or NotImplemented where the class's own has to run."""
         raise NotImplementedError
 
-
-def _may_fuse() -> bool:
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling())
+    def _may_fuse(self, step: ActiveStep) -> bool:
+        decodes = step.plan.absorbed and step.plan.extension.kv_lens.shape[1] == 1
+        return (
+            (decodes or not self.decodes_only)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cuda")
+            and not torch.compiler.is_compiling()
+        )
