@@ -19,6 +19,8 @@ from .blocks import BlockAllocator, PoolExhausted
 # What table columns beyond a row's blocks hold: the reserved block, so that even a faulty read stays in bounds.
 WILD = 0
 
+HOST = "cpu"  # said each time: torch.set_default_device means the model's tensors
+
 
 @dataclass(frozen=True)
 class Extension:
@@ -33,6 +35,10 @@ class Extension:
     copies: list[tuple[int, int]]
     kv_lens: torch.Tensor
     slot_mapping: torch.Tensor
+
+
+def _all_kept(rows: int, columns: int) -> torch.Tensor:
+    return torch.ones(rows, columns, dtype=torch.bool, device=HOST)
 
 
 class SequenceTable:
@@ -57,7 +63,7 @@ class SequenceTable:
         self.stored: list[int] = []
         self.length = 0
         self.kept: torch.Tensor | None = None
-        self._table = torch.full((0, 0), WILD, dtype=torch.int32)
+        self._table = torch.full((0, 0), WILD, dtype=torch.int32, device=HOST)
 
     @property
     def batch_size(self) -> int:
@@ -71,7 +77,7 @@ class SequenceTable:
         if self._table.shape != (len(self.rows), width):
             rows = [row + [WILD] * (width - len(row)) for row in self.rows]
             with torch.inference_mode(False):  # else it could only be updated in inference mode
-                self._table = torch.tensor(rows, dtype=torch.int32).view(len(self.rows), width)
+                self._table = torch.tensor(rows, dtype=torch.int32, device=HOST).view(len(self.rows), width)
         return self._table
 
     def read_mask(
@@ -106,7 +112,7 @@ class SequenceTable:
         if kept is None and bool(attention_mask.all()):
             return None, True
         mask = attention_mask.to(torch.bool).cpu()
-        seen = torch.ones(batch_size, past, dtype=torch.bool) if kept is None else kept
+        seen = _all_kept(batch_size, past) if kept is None else kept
         if bool((mask[:, :past] & ~seen).any()):
             raise ValueError(
                 "attention_mask unmasks earlier tokens that were masked when the cache saw them, so they were not "
@@ -174,13 +180,16 @@ class SequenceTable:
         start = len(self.rows[b])
         self.rows[b].extend(blocks)
         if self._table.shape[0] == len(self.rows) and start + len(blocks) <= self._table.shape[1]:
-            self._table[b, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            self._table[b, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device=HOST)
 
     def _locate(
         self, new_kept: torch.Tensor | None, counts: Sequence[int], num_new: int, copies: list[tuple[int, int]]
     ) -> Extension:
-        before = torch.tensor(self.stored, dtype=torch.int64)[:, None]
-        ordinal = torch.arange(1, num_new + 1).expand(len(counts), -1) if new_kept is None else new_kept.cumsum(1)
+        before = torch.tensor(self.stored, dtype=torch.int64, device=HOST)[:, None]
+        if new_kept is None:
+            ordinal = torch.arange(1, num_new + 1, device=HOST).expand(len(counts), -1)
+        else:
+            ordinal = new_kept.cumsum(1)
         kv_lens = before + ordinal
         position = kv_lens - 1
         block = self.table.gather(1, (position // self.block_size).clamp_(min=0)).to(torch.int64)
@@ -191,15 +200,15 @@ class SequenceTable:
 
     def _remember(self, new_kept: torch.Tensor | None, batch_size: int, num_new: int) -> None:
         if new_kept is not None or self.kept is not None:
-            past = torch.ones(batch_size, self.length, dtype=torch.bool) if self.kept is None else self.kept
-            new = torch.ones(batch_size, num_new, dtype=torch.bool) if new_kept is None else new_kept
+            past = _all_kept(batch_size, self.length) if self.kept is None else self.kept
+            new = _all_kept(batch_size, num_new) if new_kept is None else new_kept
             self.kept = torch.cat([past, new], dim=1)
         self.length += num_new
 
     def slots_of_columns(self) -> torch.Tensor:
         """[B, L] int64 on the host: the slot of each padded column, -1 where it isn't stored."""
         batch_size = len(self.rows)
-        kept = torch.ones(batch_size, self.length, dtype=torch.bool) if self.kept is None else self.kept
+        kept = _all_kept(batch_size, self.length) if self.kept is None else self.kept
         position = (kept.cumsum(1) - 1).clamp_(min=0)
         block = self.table.gather(1, position // self.block_size).to(torch.int64)
         return (block * self.block_size + position % self.block_size).masked_fill(~kept, -1)
@@ -254,11 +263,11 @@ class SequenceTable:
             self.allocator.release(row)
         self.stored = [self.stored[i] for i in indices]
         if self.kept is not None:
-            self.kept = self.kept[torch.tensor(list(indices), dtype=torch.int64)]
+            self.kept = self.kept[torch.tensor(list(indices), dtype=torch.int64, device=HOST)]
         self._invalidate()
 
     def _invalidate(self) -> None:
-        self._table = torch.full((0, 0), WILD, dtype=torch.int32)
+        self._table = torch.full((0, 0), WILD, dtype=torch.int32, device=HOST)
 
     def check(self) -> None:
         """Raise AssertionError if blocks, users, lengths and the remembered mask disagree."""
