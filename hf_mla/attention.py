@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from . import experts, kernels
 from .absorb import absorb_query, absorbed_weights, project_back
 from .cache import PagedMLACache
+from .cache.gradient import refuse_gradient
 from .cache.layer import PagedMLALayer
 from .cache.step import StepPlan
 from .sparse import sparse_decode
@@ -50,7 +51,7 @@ class ActiveStep:
 
 class _Active(threading.local):
     def __init__(self) -> None:
-        self.steps: dict[PatchKey, ActiveStep] = {}  # a decoder never runs inside itself, so one a decoder is enough
+        self.steps: dict[PatchKey, ActiveStep] = {}  # the innermost pass of each decoder
 
 
 _active = _Active()
@@ -59,14 +60,24 @@ _active = _Active()
 @contextmanager
 def entered(key: PatchKey, step: ActiveStep) -> Iterator[None]:
     """While the decoder that `key` stands for runs `step` in this thread; the step is undone where that fails."""
+    around = _active.steps.get(key)  # a hook may run the decoder inside its own pass, over another cache
     _active.steps[key] = step
     finished = False
     try:
         yield
+        step.plan.check_read()
         finished = True
     finally:
-        del _active.steps[key]
+        if around is None:
+            del _active.steps[key]
+        else:
+            _active.steps[key] = around
         step.cache.end_step(failed=not finished)
+
+
+def is_in_use(cache: PagedMLACache) -> bool:
+    """Whether this thread is in a forward pass over `cache`."""
+    return any(step.cache is cache for step in _active.steps.values())
 
 
 def paged_step(key: PatchKey) -> ActiveStep | None:
@@ -167,20 +178,6 @@ class ExpertsConfig(ConfigView):
         return name if step is None else experts.decode_name(name, self.registered)
 
 
-class _NoGradient(torch.autograd.Function):
-    """Passes a result on; a backward pass through it raises instead of leaving the history out."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grad: torch.Tensor) -> None:
-        raise RuntimeError(
-            "no gradients flow through a PagedMLACache; use use_cache=False or a DynamicCache to differentiate"
-        )
-
-
 def absorbed_attention(
     module: Any,
     query: torch.Tensor,
@@ -213,12 +210,11 @@ def absorbed_attention(
             f'attn_implementation is "{ATTENTION_NAME}", which only hf_mla.patch may choose; allowed: eager, sdpa and '
             "the model's other implementations"
         )
+    step.plan.unread = None
     with torch.no_grad():
         holder = _holder(step, module, key)
         out = _attend(module, query.detach(), step, scaling, holder, attention_mask, **kwargs)
-    if torch.is_grad_enabled() and query.requires_grad:
-        out = _NoGradient.apply(out, query)
-    return out, None
+    return refuse_gradient(out, query), None
 
 
 def _holder(step: ActiveStep, module: Any, key: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from . import compat
-from .attention import ActiveStep, PatchKey, entered
+from .attention import ActiveStep, PatchKey, entered, is_in_use
 from .cache import PagedMLACache
 from .config import MLAConfig
 from .families import Family
@@ -52,7 +52,7 @@ class DecoderForward:
         return inspect.signature(self.replaced or type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoder's output. A pass over a cache of ours that fails or is interrupted leaves the cache as it was."""
+        """The decoder's output. A pass over our cache that fails or is interrupted leaves the cache as it was."""
         module: Any = self.module()
         step = self._begin(module, args, kwargs)
         if step is None:
@@ -81,6 +81,11 @@ class DecoderForward:
             raise ValueError(
                 "cache: a PagedMLACache is for inference and the model is in training mode; call model.eval(), or "
                 "train with use_cache=False"
+            )
+        if is_in_use(cache):
+            raise ValueError(
+                "cache: a forward pass over it is going on, and this call, of a hook say, comes from inside it; use "
+                "another cache"
             )
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if inputs is None:

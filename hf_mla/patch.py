@@ -146,16 +146,25 @@ def _bind(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> None
     decoder.__dict__["forward"] = DecoderForward(key, decoder, replaced, config, family)
 
 
+def _is_bound(decoder: nn.Module, attentions: Attentions, config: MLAConfig) -> bool:
+    """Whether these very attentions, none of them exchanged or copied since, were patched with these settings."""
+    binding = decoder.__dict__.get("_hf_mla")
+    if binding is None or binding.config != config:
+        return False
+    return [id(module) for _, module in binding.attentions] == [id(module) for _, module in attentions]
+
+
 def _unbind(decoder: nn.Module, binding: Binding) -> None:
-    for _, module in binding.attentions:
+    # What was patched and, where layers were exchanged or copied since, what is there now.
+    then = [*(module for _, module in binding.attentions), *binding.experts]
+    for module in {id(module): module for module in [*then, *decoder.modules()]}.values():
         ours = module.__dict__.get("expand_kv")
         if isinstance(ours, LatentsOrKV):
             del module.__dict__["expand_kv"]
             if ours.replaced is not None:
                 module.__dict__["expand_kv"] = ours.replaced
-    for module in [*(module for _, module in binding.attentions), *binding.experts]:
-        if isinstance(module.config, ConfigView):
-            module.config = module.config.original
+        if isinstance(module.__dict__.get("config"), ConfigView):
+            module.config = module.__dict__["config"].original
     fused.unbind(decoder)
     for name in ("forward", "_old_forward"):  # accelerate, hooked in after the patch, keeps ours under the second
         forward = decoder.__dict__.get(name)
@@ -190,7 +199,7 @@ def patch(model: Model, **options: Any) -> Model:
         raise ValueError(f"model is a {type(model).__name__}; allowed: a loaded transformers model")
     decoders = _survey(model)
     before = find_bindings(model)
-    if len(before) == len(decoders) and all(binding.config == config for _, binding in before):
+    if len(before) == len(decoders) and all(_is_bound(*found, config) for found in decoders):
         return model
     _check_backend(config)
     unpatch(model)

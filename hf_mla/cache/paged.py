@@ -17,13 +17,21 @@ from transformers.cache_utils import (
 )
 
 from .. import compat
-from ..config import MLAConfig
+from ..config import CACHE_DTYPES, MLAConfig
 from .build import layers_of, new_layer
+from .gradient import refuse_gradient
 from .indexed import PagedIndexedLayer
 from .layer import PagedMLALayer
 from .report import MemoryReport, report_html, report_line
 from .sequences import SequenceTable
 from .step import StepPlan
+
+
+def _kinds(layers: Sequence[Any]) -> str:
+    """How many layers of which kinds, for messages."""
+    latent = sum(isinstance(layer, PagedMLALayer) for layer in layers)
+    others = f", {len(layers) - latent} of them without latents" if latent < len(layers) else ""
+    return f"{len(layers)} layers{others}"
 
 
 class PagedMLACache(Cache):
@@ -59,6 +67,10 @@ class PagedMLACache(Cache):
         dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
     ):
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise ValueError(f"config is a {type(config).__name__}; allowed: None or a model's config, model.config")
+        if dtype not in (None, *CACHE_DTYPES):
+            raise ValueError(f"dtype is {dtype!r}; allowed: None, {', '.join(map(str, CACHE_DTYPES))}")
         options = MLAConfig(
             block_size=block_size, entry_alignment=entry_alignment, cache_dtype=dtype, max_tokens=max_tokens
         )
@@ -73,10 +85,22 @@ class PagedMLACache(Cache):
         super().__init__(layers=[] if self.model_config is None else layers_of(self.model_config, options))
 
     def adopt(self, config: PreTrainedConfig) -> None:
-        """Lay out the layers as a model's config says, where the cache was made without one and is still empty."""
+        """Lay out the layers as a model's config says, where the cache was made without one and is still empty.
+
+        Raises:
+            ValueError: A config of other layers than the cache has, as another model's would be.
+        """
+        config = config.get_text_config(decoder=True)
+        if config is self.model_config:
+            return
+        layers = layers_of(config, self.options)
         if self.model_config is None and not self.layers:
-            self.model_config = config.get_text_config(decoder=True)
-            self.layers = layers_of(self.model_config, self.options)
+            self.layers = layers
+        elif list(map(type, layers)) != list(map(type, self.layers)):
+            raise ValueError(
+                f"cache: it has {_kinds(self.layers)}, and the model has {_kinds(layers)}; use one cache per model"
+            )
+        self.model_config = config
 
     @property
     def mla_layers(self) -> list[PagedMLALayer]:
@@ -128,12 +152,26 @@ class PagedMLACache(Cache):
                 "cache: an earlier pass failed halfway, and layers that aren't latent attention can't be put back; "
                 "reset() the cache or use a new one"
             )
+        self._check_whole()
         self._check_batch(batch_size)
         plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
         new_kept, as_stored = self.table.read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
         absorbed = as_stored and self.table.length > 0 and num_new <= max_absorbed
         self._step = self._book(new_kept, batch_size, num_new, absorbed, backend)
         return self._step
+
+    def _check_whole(self) -> None:
+        for layer in self.mla_layers:
+            if layer.layout is not None:
+                self._check_level(layer, self.table.length)
+
+    @staticmethod
+    def _check_level(layer: PagedMLALayer, length: int) -> None:
+        if layer.length != length:
+            raise ValueError(
+                f"cache: layer {layer.layer_idx} holds {layer.length} of {length} columns, so an earlier pass, of a "
+                "model that isn't patched, failed halfway; crop its columns, reset() the cache or use a new one"
+            )
 
     def _check_batch(self, batch_size: int) -> None:
         if self.table.batch_size not in (-1, batch_size):
@@ -208,23 +246,33 @@ class PagedMLACache(Cache):
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(new_layer(len(self.layers), self.options))
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"cache: it has {_kinds(self.layers)}, and was given latents of layer {layer_idx}; use one cache per "
+                "model"
+            )
         layer = self.layers[layer_idx]
         if not isinstance(layer, PagedMLALayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         layer.prepare(key_states, value_states)
         step = self._unplanned_step(layer, key_states) if self._step is None else self._step
+        self._check_level(layer, self.table.length - key_states.shape[2])
         layer.write(key_states, value_states, step)
         step.holders[id(key_states)] = layer_idx
+        if step.absorbed:
+            step.hand_on(layer_idx)
         latents = key_states, value_states
         if not step.absorbed and step.history_slots is not None:
             ckv, k_pe = layer.history(step)
-            latents = ckv.to(key_states.dtype), k_pe.to(value_states.dtype)
+            ckv, k_pe = ckv.to(key_states.dtype), k_pe.to(value_states.dtype)
+            latents = refuse_gradient(ckv, key_states), refuse_gradient(k_pe, value_states)
         expand, step.expand = step.expand, None
         return latents if expand is None else expand(*latents)
 
     def _unplanned_step(self, layer: PagedMLALayer, key_states: torch.Tensor) -> StepPlan:
         """The step of a model that isn't patched: its first layer opens it, and every column is stored."""
         if self._plain_step is None or layer.length == self.table.length:
+            self._check_whole()
             self._check_batch(key_states.shape[0])
             self._plain_step = self._book(None, key_states.shape[0], key_states.shape[2])
         return self._plain_step

@@ -42,6 +42,7 @@ class StepPlan:
         backend: Kernels asked for.
         page_bases: [layers] int64 on the device, the pages' addresses, where a captured graph reads them from memory.
         expand: What the next update must do to the latents that it returns, where the model won't.
+        unread: The layer that attention was last handed latents of, until it has read the pages (absorbed steps).
         holders: Which layer holds the latents that attention is handed, by the tensor's id: layers may share them.
     """
 
@@ -53,10 +54,28 @@ class StepPlan:
     backend: str
     page_bases: torch.Tensor | None = None
     expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    unread: int | None = None
     holders: dict[int, int] = field(default_factory=dict)
     _devices: dict[torch.device, DeviceStep] = field(default_factory=dict)
     _history: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     _decode: dict[tuple[EntryLayout, int, torch.device], kernels.DecodePlan] = field(default_factory=dict)
+
+    def hand_on(self, layer_idx: int) -> None:
+        """Note that this layer's attention goes on with new latents alone, so it has to read the rest in the pages."""
+        self.check_read()
+        self.unread = layer_idx
+
+    def check_read(self) -> None:
+        """Raise where stock attention ran on what was handed on: it knows no history.
+
+        Raises:
+            ValueError: naming the layer.
+        """
+        if self.unread is not None:
+            raise ValueError(
+                f"model: the attention of layer {self.unread} isn't patched, so it was exchanged or copied after the "
+                "patch; call hf_mla.patch(model) again"
+            )
 
     def on(self, device: torch.device) -> DeviceStep:
         """The step's tensors on `device`, copied there at the first call."""
