@@ -66,7 +66,9 @@ class Captured:
         device_step: Table [b, M], lengths [b, 1] and slots [b] that the kernels read.
         page_bases: [layers] int64, the address of each layer's pages.
         bases: What `page_bases` holds, on the host.
-        output: The decoder's output, its tensors overwritten by each replay.
+        output: The decoder's output but for the cache, which a graph must not keep alive: tensors that each replay
+            overwrites, by name.
+        kind: The output's class.
         weights: What the graph read: (owner's dict, name, tensor, address) of every parameter and buffer.
     """
 
@@ -76,7 +78,8 @@ class Captured:
     device_step: DeviceStep
     page_bases: torch.Tensor
     bases: list[int]
-    output: Any
+    output: dict[str, Any]
+    kind: Any
     weights: list[tuple[dict, str, torch.Tensor, int]]
 
     def stale(self) -> bool:
@@ -198,7 +201,7 @@ class DecodeGraphs:
         values = dict(captured.output)
         values["last_hidden_state"] = values["last_hidden_state"][:rows].clone()
         values[compat.CACHE_NAME] = cache
-        return type(captured.output)(**values)
+        return captured.kind(**values)
 
     @staticmethod
     def _refresh(captured: Captured, step: ActiveStep, ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -217,7 +220,7 @@ class DecodeGraphs:
         target.slot_mapping[:rows].copy_(plan.extension.slot_mapping)
         bases = [layer.address if isinstance(layer, PagedMLALayer) else 0 for layer in step.cache.layers]
         if bases != captured.bases:
-            captured.page_bases.copy_(torch.tensor(bases, dtype=torch.int64))
+            captured.page_bases.copy_(torch.tensor(bases, dtype=torch.int64, device="cpu"))
             captured.bases = bases
 
     def _capture(self, key: tuple, decoder: Any, step: ActiveStep, kwargs: dict) -> Any:
@@ -285,7 +288,8 @@ class DecodeGraphs:
             ),
             page_bases=zeros(len(cache.layers)),
             bases=[],
-            output=None,
+            output={},
+            kind=None,
             weights=[],
         )
 
@@ -295,7 +299,7 @@ class DecodeGraphs:
         captured = self._buffers(bucket, columns, cache, ids.device)
         self._refresh(captured, step, ids, kwargs["position_ids"])
         # Planned for the longest rows that the table can hold: the split count has to do for all of them.
-        longest = torch.full((bucket, 1), columns * cache.options.block_size, dtype=torch.int32)
+        longest = torch.full((bucket, 1), columns * cache.options.block_size, dtype=torch.int32, device="cpu")
         plan = StepPlan(
             extension=Extension([], longest, step.plan.extension.slot_mapping),
             block_table=step.plan.block_table,
@@ -309,22 +313,25 @@ class DecodeGraphs:
         step.plan = cache._step = plan
         call = {**kwargs, "input_ids": captured.input_ids, "position_ids": captured.position_ids}
 
-        def run() -> Any:
+        def run() -> None:
             for layer, length in zip(cache.mla_layers, lengths, strict=True):
                 layer.length = length
-            return type(decoder).forward(decoder, **call)
+            result = type(decoder).forward(decoder, **call)
+            plan.check_read()
+            captured.kind = type(result)
+            captured.output = {name: value for name, value in result.items() if name != compat.CACHE_NAME}
 
         lengths = [layer.length for layer in cache.mla_layers]
         current, side = torch.cuda.current_stream(ids.device), torch.cuda.Stream(ids.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            captured.output = run()  # compiles kernels, makes library handles
+            run()  # compiles kernels, makes library handles
             output = self._output(captured, cache, ids.shape[0])
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                captured.output = run()
+                run()
             finally:
                 captured.graph.capture_end()
         current.wait_stream(side)
