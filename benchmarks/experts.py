@@ -1,12 +1,14 @@
 """One layer's experts of DeepSeek-V2-Lite (64, 6 a token, 2048 x 1408, bf16): checked against fp64, then timed.
 
     python benchmarks/experts.py                     # hf_mla's kernels and transformers' grouped_mm, a minute
+    python benchmarks/experts.py --tokens 1024 4096 32768 200000    # a prompt's; the last needs 60 GB
     python benchmarks/experts.py --sweep             # tiles of the two products; prints the best for each token count
     python benchmarks/experts.py --tokens 8 200 --sweep --seconds 120
 
 Times are microseconds of one call within a CUDA graph of many, which goes around several layers' weights and routings,
 so that no call finds its weights in the L2. The floor is the bytes of the weights of the experts that are hit at 4.2
-TB/s, as measured on an H200. Results are appended to benchmarks/results/experts.jsonl.
+TB/s, as measured on an H200, or the products' flops at 989 TFLOPS, its data sheet's, where those take longer. Results
+are appended to benchmarks/results/experts.jsonl.
 """
 
 import argparse
@@ -25,15 +27,16 @@ sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations import moe
 
 from benchmarks.records import Recorder
-from hf_mla.kernels import triton_experts
-from hf_mla.kernels.triton_experts_plan import Config, Tile, pick_config
+from hf_mla.kernels import triton_experts, triton_grouped
+from hf_mla.kernels.triton_experts_plan import MAX_TOKENS, Config, Tile, pick_config
 
 EXPERTS, TOP_K, HIDDEN, INNER = 64, 6, 2048, 1408
-TOKENS = (1, 8, 32, 64, 200, 512)
-BYTES_PER_S = 4.2e12
+TOKENS = (1, 8, 32, 64, 200, 512, 4096, 32768)
+SWEPT = TOKENS[:6]  # more tokens are left to torch's grouped products
+BYTES_PER_S, FLOPS = 4.2e12, 989e12
 LAYERS, CALLS = 4, 8
 
 Weights = tuple[torch.Tensor, torch.Tensor]
@@ -69,7 +72,8 @@ class Cell:
     @property
     def floor_us(self) -> float:
         hit = statistics.mean(len(index.unique()) for index in self.index)
-        return hit * 3 * HIDDEN * INNER * 2 / BYTES_PER_S * 1e6
+        size = 3 * HIDDEN * INNER * 2  # of an expert in bytes; the flops of a pair, too
+        return max(hit * size / BYTES_PER_S, self.tokens * TOP_K * size / FLOPS) * 1e6
 
     def call(self, function: Call, number: int) -> torch.Tensor:
         layer = self.layers[number % len(self.layers)]
@@ -83,6 +87,7 @@ class Cell:
             token, k = torch.where(index == expert)
             gate, up = (self.hidden[token].double() @ up_proj[expert].double().T).chunk(2, -1)
             part = torch.nn.functional.silu(gate) * up @ down_proj[expert].double().T
+            del gate, up
             out.index_add_(0, token, part * self.weights[0][token, k, None].double())
         return out
 
@@ -133,12 +138,14 @@ class PlainExperts:
 
 
 def grouped_mm(hidden: torch.Tensor, layer: Weights, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](PlainExperts(layer), hidden, index, weights)
+    return moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"](PlainExperts(layer), hidden, index, weights)
 
 
 def fused(
     hidden: torch.Tensor, layer: Weights, index: torch.Tensor, weights: torch.Tensor, config: Config | None = None
 ) -> torch.Tensor:
+    if len(hidden) > MAX_TOKENS:
+        return triton_grouped.grouped_experts(hidden, *layer, index, weights, moe._grouped_linear)
     return triton_experts.fused_experts(hidden, *layer, index, weights, config=config)
 
 
@@ -289,13 +296,16 @@ def sweep_tokens(cell: Cell, configs: list[Config], end: float, recorder: Record
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", type=int, help="default: all that are of interest")
     parser.add_argument("--sweep", action="store_true", help="time tiles instead")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the sweep (half of it at least to time)")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile for the sweep")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "experts.jsonl")
     parser.add_argument("--commit", help="recorded as the commit (default: ask git)")
     args = parser.parse_args()
+    args.tokens = args.tokens or list(SWEPT if args.sweep else TOKENS)
+    if args.sweep and max(args.tokens) > MAX_TOKENS:
+        parser.error(f"--tokens: a sweep is for up to {MAX_TOKENS}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks/experts.py needs a CUDA device")
     torch.manual_seed(0)
