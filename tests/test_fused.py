@@ -69,6 +69,7 @@ def stand_ins(model):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_padded_steps_are_stocks(name, anywhere):
     family, changes = MODELS[name]
