@@ -1,7 +1,7 @@
 """One layer's experts of DeepSeek-V2-Lite (64, 6 a token, 2048 x 1408, bf16): checked against fp64, then timed.
 
     python benchmarks/experts.py                     # hf_mla's kernels and transformers' grouped_mm, a minute
-    python benchmarks/experts.py --tokens 1024 4096 32768 200000    # a prompt's; the last needs 60 GB
+    python benchmarks/experts.py --tokens 1024 4096 32768 200000    # a prompt's; the last needs 80 GB
     python benchmarks/experts.py --sweep             # tiles of the two products; prints the best for each token count
     python benchmarks/experts.py --tokens 8 200 --sweep --seconds 120
 
