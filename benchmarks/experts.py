@@ -30,6 +30,7 @@ import torch
 from transformers.integrations import moe
 
 from benchmarks.records import Recorder
+from benchmarks.timing import replay_us
 from hf_mla.kernels import triton_experts, triton_grouped
 from hf_mla.kernels.triton_experts_plan import MAX_TOKENS, Config, Tile, pick_config
 
@@ -111,16 +112,7 @@ def time_graph(cell: Cell, function: Call, seconds: float) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for number in range(CALLS):
             cell.call(function, number)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 5:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        graph.replay()
-        events[1].record()
-        torch.cuda.synchronize()
-        times.append(events[0].elapsed_time(events[1]) * 1e3 / CALLS)
-    return statistics.median(times[1:])
+    return replay_us(graph, CALLS, seconds)
 
 
 class PlainExperts:

@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.records import Recorder
+from benchmarks.timing import replay_us
 from hf_mla import kernels
 from hf_mla.kernels import reference
 
@@ -119,16 +120,7 @@ def time_graph(cell: Cell, call: Call, seconds: float = 0.1) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for pool in pools:
             call(pool)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 5:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        graph.replay()
-        events[1].record()
-        torch.cuda.synchronize()
-        times.append(events[0].elapsed_time(events[1]) * 1e3 / len(pools))
-    return statistics.median(times[1:])
+    return replay_us(graph, len(pools), seconds)
 
 
 def backend_call(cell: Cell, name: str) -> Call:

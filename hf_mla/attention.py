@@ -113,7 +113,7 @@ class LatentsOrKV:
 
     def __call__(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, 1, S, R] and [B, 1, S, P] -> keys and values, or the same latents in an absorbed step."""
-        step = _active.steps.get(self.key)
+        step = paged_step(self.key)
         if step is None or not (step.plan.absorbed or self.expands_first):
             return self._expand(kv_nope, k_rot)
         if not step.plan.absorbed:

@@ -5,12 +5,14 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from . import kernels
+
 ENVIRONMENT: dict[str, str] = {
     "HF_MLA_BACKEND": "kernel backend when none is given to patch(): auto, reference, triton or flashinfer",
     "HF_MLA_DISABLE": "1 makes patch() leave models on stock transformers code, to compare with it",
 }
 
-BACKENDS = ("auto", "reference", "triton", "flashinfer")
+BACKENDS = ("auto", *kernels.BACKENDS)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import activations
 from transformers.integrations import moe
+
+from .known import is_silu
 
 EXPERTS_NAME = "hf_mla_experts"  # in transformers' registry of experts' functions
 
@@ -69,10 +70,6 @@ def _kernels() -> Kernels | str:
     return Kernels(triton_experts, triton_grouped)
 
 
-def _is_silu(act_fn: Any) -> bool:
-    return act_fn is nn.functional.silu or type(act_fn) in (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))
-
-
 def unfit(module: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> str | None:
     """Why our kernels can't stand for `module`'s products of hidden_states [T, D] (of any device), or None."""
     kernels = _kernels()
@@ -83,7 +80,7 @@ def unfit(module: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor)
             return f"{name} is {getattr(module, name)}"
     if getattr(module._apply_gate, "__func__", None) is not getattr(moe, "_default_apply_gate", None):
         return "it gates in its own way"
-    if not _is_silu(module.act_fn):
+    if not is_silu(module.act_fn):
         return f"its activation is {type(module.act_fn).__name__}"
     tokens, dtype = hidden_states.shape[0], hidden_states.dtype
     if dtype not in (torch.bfloat16, torch.float16):

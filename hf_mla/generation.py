@@ -60,19 +60,20 @@ def _wrap(original: Any) -> Any:
     def prepare(
         self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_length: int
     ) -> Any:
-        if generation_config.cache_implementation != CACHE_IMPLEMENTATION or not generation_config.use_cache:
-            if generation_config.cache_implementation == CACHE_IMPLEMENTATION:
-                generation_config.cache_implementation = None
+        ours = generation_config.cache_implementation == CACHE_IMPLEMENTATION
+        kept = generation_config.use_cache and model_kwargs.get(compat.CACHE_NAME) is not None
+        if not ours or kept:  # a name together with a cache is for stock to refuse
             return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_length)
-        if model_kwargs.get(compat.CACHE_NAME) is None:
-            cache = _make_cache(self, generation_config, model_kwargs, batch_size, max_length)
-            if getattr(generation_config, "is_assistant", False):
-                cache.activate_past_recording()
-            model_kwargs[compat.CACHE_NAME] = cache
-            # An assistant model is given this very config, and must not be asked for a paged cache it can't have.
+        if not generation_config.use_cache:
             generation_config.cache_implementation = None
-            return None
-        return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_length)
+            return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_length)
+        cache = _make_cache(self, generation_config, model_kwargs, batch_size, max_length)
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()
+        model_kwargs[compat.CACHE_NAME] = cache
+        # An assistant model is given this very config, and must not be asked for a paged cache it can't have.
+        generation_config.cache_implementation = None
+        return None
 
     return prepare
 

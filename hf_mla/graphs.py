@@ -174,9 +174,10 @@ class DecodeGraphs:
     def _replay(self, decoder: Any, step: ActiveStep, kwargs: dict) -> Any:
         """The step's output, or None where it has to run eagerly."""
         ids, plan, cache = kwargs["input_ids"], step.plan, step.cache
-        for layer in cache.mla_layers:
+        layers = cache.mla_layers
+        for layer in layers:
             layer.grow(plan.num_blocks)
-        layouts = tuple(layer.layout for layer in cache.mla_layers)
+        layouts = tuple(layer.layout for layer in layers)
         columns = columns_of(max(plan.block_table.shape[1], cache.expected_columns))
         bucket = bucket_of(ids.shape[0])
         experts_name = experts.decode_name(getattr(decoder.config, "_experts_implementation", None), True)
@@ -192,7 +193,7 @@ class DecodeGraphs:
             return None
         self._refresh(captured, step, ids, kwargs["position_ids"])
         captured.graph.replay()
-        for layer in cache.mla_layers:
+        for layer in layers:
             layer.length += 1
         return self._output(captured, cache, ids.shape[0])
 

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from .. import compat
 from ..config import CACHE_DTYPES, MLAConfig
@@ -146,7 +143,7 @@ class PagedMLACache(Cache):
             ValueError: A batch or a mask that doesn't fit what the cache holds. The cache is unchanged.
             PoolExhausted: (a ValueError) `max_tokens` is reached. The cache is unchanged.
         """
-        self.end_step(failed=True)  # of a pass that a KeyboardInterrupt left open: torch runs no hooks for it
+        self.end_step(failed=True)  # of a pass that was begun and never ended
         if self._spoiled:
             raise ValueError(
                 "cache: an earlier pass failed halfway, and layers that aren't latent attention can't be put back; "

@@ -49,6 +49,8 @@ class SequenceTable:
         max_blocks: Blocks the pool may grow to, or None.
     """
 
+    _table: torch.Tensor
+
     def __init__(self, block_size: int, max_blocks: int | None = None):
         self.block_size = block_size
         self.allocator = BlockAllocator(block_size, max_blocks)
@@ -63,7 +65,7 @@ class SequenceTable:
         self.stored: list[int] = []
         self.length = 0
         self.kept: torch.Tensor | None = None
-        self._table = torch.full((0, 0), WILD, dtype=torch.int32, device=HOST)
+        self._invalidate()
 
     @property
     def batch_size(self) -> int:
@@ -191,9 +193,7 @@ class SequenceTable:
         else:
             ordinal = new_kept.cumsum(1)
         kv_lens = before + ordinal
-        position = kv_lens - 1
-        block = self.table.gather(1, (position // self.block_size).clamp_(min=0)).to(torch.int64)
-        slots = block * self.block_size + position % self.block_size
+        slots = self._slots(kv_lens - 1)
         if new_kept is not None:
             slots = slots.masked_fill(~new_kept, -1)
         return Extension(copies, kv_lens.to(torch.int32), slots.reshape(-1))
@@ -209,9 +209,12 @@ class SequenceTable:
         """[B, L] int64 on the host: the slot of each padded column, -1 where it isn't stored."""
         batch_size = len(self.rows)
         kept = _all_kept(batch_size, self.length) if self.kept is None else self.kept
-        position = (kept.cumsum(1) - 1).clamp_(min=0)
-        block = self.table.gather(1, position // self.block_size).to(torch.int64)
-        return (block * self.block_size + position % self.block_size).masked_fill(~kept, -1)
+        return self._slots(kept.cumsum(1) - 1).masked_fill(~kept, -1)
+
+    def _slots(self, position: torch.Tensor) -> torch.Tensor:
+        """Slots of stored tokens, [B, n] int64, by their positions in their rows; of no meaning at -1."""
+        block = self.table.gather(1, (position // self.block_size).clamp_(min=0)).to(torch.int64)
+        return block * self.block_size + position % self.block_size
 
     def crop(self, num_columns: int) -> None:
         """Remove the last `num_columns` padded columns (0 to L) and free the blocks that become empty."""
