@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,8 @@ needs_model = pytest.mark.skipif(
 
 def environment() -> dict[str, str]:
     """The process's own, with this checkout first on the path and no network."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,17 +57,44 @@ def test_generate_refuses_an_unknown_backend() -> None:
     assert "allowed: auto, reference" in done.stderr
 
 
-@needs_model
-@pytest.mark.slow
-def test_quickstart_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run_notebook(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, list[dict[str, Any]]]]:
+    """What a notebook prints and what it shows, by media type, run from its own folder."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    resources = {"metadata": {"path": str(EXAMPLES)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
-    said = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
-    assert "the same tokens: True" in said
-    tables = [out.data["text/html"] for cell in notebook.cells for out in cell.get("outputs", []) if "data" in out]
-    assert any("PagedMLACache" in table for table in tables)
+
+    def execute(name: str) -> tuple[str, list[dict[str, Any]]]:
+        notebook = nbformat.read(EXAMPLES / name, as_version=4)
+        assert not [cell for cell in notebook.cells if cell.get("outputs")], "it is kept without outputs"
+        resources = {"metadata": {"path": str(EXAMPLES)}}
+        nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        printed = "".join(output.get("text", "") for output in outputs)
+        return printed, [output.data for output in outputs if "data" in output]
+
+    return execute
+
+
+@needs_model
+@pytest.mark.slow
+def test_quickstart_notebook(run_notebook: Any) -> None:
+    printed, shown = run_notebook("quickstart.ipynb")
+    assert "the same tokens: True" in printed
+    assert any("PagedMLACache" in data.get("text/html", "") for data in shown)
+
+
+@needs_model
+@pytest.mark.slow
+def test_cache_contents_notebook(run_notebook: Any) -> None:
+    pytest.importorskip("matplotlib")
+    printed, shown = run_notebook("cache_contents.ipynb")
+    assert sum("image/png" in data for data in shown) == 3
+    layers, heads, tokens = 3, 4, 1536  # of the small model, in float32
+    expanded, latents = (tokens * layers * values * 4 for values in (heads * (128 + 64 + 128), 512 + 64))
+    for name, count in (("expanded keys and values", expanded), ("DynamicCache", latents), ("PagedMLACache", latents)):
+        assert f"{name} {count:,} bytes" in printed
+    assert "DeepSeek-V3: 4880.0 KiB a token expanded, 68.6 KiB as latents" in printed
+    # Six whole blocks of the prompt that all four samples share, and four more of each.
+    assert "Samples of one prompt: 40 cells, 22 blocks" in printed
