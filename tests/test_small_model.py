@@ -119,7 +119,6 @@ def test_a_planted_fact_is_recalled_from_every_depth(
     assert any(absorbed for _, absorbed in steps)
 
 
-@pytest.mark.xfail(strict=True, reason="the weights copy a number of the passage, whichever name is asked for")
 def test_the_right_one_of_four_facts_is_recalled(
     stock: Any, patched: Any, tokenizer: Any, held_out: str, recall: ModuleType
 ) -> None:
