@@ -22,6 +22,10 @@ from .sparse import MAX_SPARSE_COLUMNS
 MAX_ABSORBED_COLUMNS = 128
 
 
+class _OtherMask(Exception):
+    """A step was planned before its mask was read, and the mask says something else."""
+
+
 class DecoderForward:
     """Stands in for the forward of a decoder: the module that takes the 2D mask, the positions and the cache.
 
@@ -54,24 +58,36 @@ class DecoderForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's output. A pass over our cache that fails or is interrupted leaves the cache as it was."""
         module: Any = self.module()
-        step = self._begin(module, args, kwargs)
+        try:
+            return self._pass(module, args, kwargs, ahead=self.graphs is not None)
+        except _OtherMask:  # undone by now
+            return self._pass(module, args, kwargs, ahead=False)
+
+    def _pass(self, module: Any, args: tuple, kwargs: dict, ahead: bool) -> Any:
+        step = self._begin(module, args, kwargs, ahead)
         if step is None:
             return self._run(module, args, kwargs)
         with entered(self.key, step):
-            if not step.plan.absorbed or args:
-                return self._run(module, args, kwargs)
-            if step.cache.is_all_mla:
-                # Lengths say all that the mask said. A prepared (4D) mask is passed on as it is, so none is built.
-                kwargs = {**kwargs, "attention_mask": torch.empty((1, 1, 1, 1), dtype=torch.bool, device=step.device)}
-            output = None if self.graphs is None else self.graphs.run(module, step, kwargs)
-            return self._run(module, args, kwargs) if output is None else output
+            output = self._forward(module, step, args, kwargs)
+            if step.plan.mask_check is not None and not step.plan.mask_check.holds():
+                raise _OtherMask
+            return output
+
+    def _forward(self, module: Any, step: ActiveStep, args: tuple, kwargs: dict) -> Any:
+        if not step.plan.absorbed or args:
+            return self._run(module, args, kwargs)
+        if step.cache.is_all_mla:
+            # Lengths say all that the mask said. A prepared (4D) mask is passed on as it is, so none is built.
+            kwargs = {**kwargs, "attention_mask": torch.empty((1, 1, 1, 1), dtype=torch.bool, device=step.device)}
+        output = None if self.graphs is None else self.graphs.run(module, step, kwargs)
+        return self._run(module, args, kwargs) if output is None else output
 
     def _run(self, module: Any, args: tuple, kwargs: dict) -> Any:
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
-    def _begin(self, module: Any, args: tuple, kwargs: dict) -> ActiveStep | None:
+    def _begin(self, module: Any, args: tuple, kwargs: dict, ahead: bool) -> ActiveStep | None:
         """Plan the step where the call brings a PagedMLACache."""
         call = compat.bind_forward(module, args, kwargs)
         cache = call["cache"]
@@ -100,6 +116,7 @@ class DecoderForward:
             inputs.shape[1],
             max_absorbed=0 if wants_weights else self._max_absorbed(),
             backend=self.config.backend,
+            ahead=ahead,
         )
         return ActiveStep(cache, plan, inputs.device)
 

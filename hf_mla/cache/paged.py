@@ -19,6 +19,7 @@ from .build import layers_of, new_layer
 from .gradient import refuse_gradient
 from .indexed import PagedIndexedLayer
 from .layer import PagedMLALayer
+from .mask_check import MaskCheck
 from .report import MemoryReport, report_html, report_line
 from .sequences import SequenceTable
 from .step import StepPlan
@@ -78,6 +79,8 @@ class PagedMLACache(Cache):
         self._step: StepPlan | None = None  # between begin_step and end_step
         self._plain_step: StepPlan | None = None  # the last one of an unpatched model
         self._spoiled = False  # a pass failed that can't be undone
+        self.runs_ahead = False  # decode steps are planned before their masks are read: see begin_step
+        self._kept_there: tuple[torch.Tensor, torch.Tensor] | None = None  # table.kept and its copy on the device
         self.expected_columns = 0  # blocks that the longest row will have, as far as told by reserve_tokens
         super().__init__(layers=[] if self.model_config is None else layers_of(self.model_config, options))
 
@@ -128,6 +131,7 @@ class PagedMLACache(Cache):
         *,
         max_absorbed: int = 0,
         backend: str = "auto",
+        ahead: bool = False,
     ) -> StepPlan:
         """Plan one forward pass: book the new columns and decide how attention will read them.
 
@@ -138,6 +142,8 @@ class PagedMLACache(Cache):
             num_new: New columns a row.
             max_absorbed: Most new columns for which absorbed attention may be used; 0 forbids it.
             backend: Kernels for absorbed attention.
+            ahead: Take a mask that could be the earlier one with ones appended for it, without waiting to read it; the
+                caller asks the plan's `mask_check` afterwards and, where it doesn't hold, undoes the step.
 
         Raises:
             ValueError: A batch or a mask that doesn't fit what the cache holds. The cache is unchanged.
@@ -151,11 +157,30 @@ class PagedMLACache(Cache):
             )
         self._check_whole()
         self._check_batch(batch_size)
+        self.runs_ahead = ahead
+        decoding = self.table.length > 0 and num_new <= max_absorbed
         plain = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
-        new_kept, as_stored = self.table.read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
-        absorbed = as_stored and self.table.length > 0 and num_new <= max_absorbed
-        self._step = self._book(new_kept, batch_size, num_new, absorbed, backend)
+        check = self._check_later(attention_mask, batch_size, num_new) if ahead and decoding and plain else None
+        if check is not None:
+            new_kept, as_stored = None, True
+        else:
+            new_kept, as_stored = self.table.read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
+        self._step = self._book(new_kept, batch_size, num_new, as_stored and decoding, backend)
+        self._step.mask_check = check
         return self._step
+
+    def _check_later(self, mask: torch.Tensor | None, batch_size: int, num_new: int) -> MaskCheck | None:
+        """A check of a mask that may be the earlier one with ones appended; None where it has to be read at once."""
+        if mask is None or not self.is_all_mla or tuple(mask.shape) != (batch_size, self.table.length + num_new):
+            return None
+        kept = self.table.kept
+        if kept is None:
+            return MaskCheck(mask, None)
+        if kept.shape[1] == self.table.length:  # the last columns had masked ones among them, so these may have too
+            return None
+        if self._kept_there is None or self._kept_there[0] is not kept or self._kept_there[1].device != mask.device:
+            self._kept_there = kept, kept.to(mask.device)
+        return MaskCheck(mask, self._kept_there[1])
 
     def _check_whole(self) -> None:
         for layer in self.mla_layers:
@@ -281,8 +306,9 @@ class PagedMLACache(Cache):
             ValueError: A positive number, where the installed transformers no longer takes a final length.
         """
         count = compat.columns_to_crop(tokens_to_remove, self.table.length)
-        self.table.crop(count)
-        self._trim()
+        if count:
+            self.table.crop(count)
+            self._trim()
         for layer in self.layers:
             if not isinstance(layer, PagedMLALayer):
                 layer.crop(-count)

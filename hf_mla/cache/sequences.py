@@ -2,7 +2,8 @@
 
     B rows, L padded columns seen so far (what masks and position ids speak), q new columns of a step
     stored[b] <= L   tokens of row b that are stored: masked columns (pads) are not
-    kept  [B, L]     True where a column is stored; None while every column of every row is
+    kept  [B, K]     True where one of the first K <= L columns is stored; None while every column of every row is.
+                     Columns from K on are stored in every row, so that decoding leaves it as it is.
     table [B, M]     block ids of each row, row-major, int32, on the host
 
 Rows may share blocks (beams, several sequences of one prompt). A shared block is only read; who wants to write into it
@@ -114,7 +115,7 @@ class SequenceTable:
         if kept is None and bool(attention_mask.all()):
             return None, True
         mask = attention_mask.to(torch.bool).cpu()
-        seen = _all_kept(batch_size, past) if kept is None else kept
+        seen = self._kept_columns(batch_size)
         if bool((mask[:, :past] & ~seen).any()):
             raise ValueError(
                 "attention_mask unmasks earlier tokens that were masked when the cache saw them, so they were not "
@@ -153,7 +154,7 @@ class SequenceTable:
                 self._append(b, self.allocator.allocate(count))
         extension = self._locate(new_kept, counts, num_new, copies)
         self.stored = [before + count for before, count in zip(self.stored, counts, strict=True)]
-        self._remember(new_kept, batch_size, num_new)
+        self._remember(new_kept, num_new)
         return extension
 
     def _shared_writers(self, counts: Sequence[int]) -> list[int]:
@@ -198,17 +199,20 @@ class SequenceTable:
             slots = slots.masked_fill(~new_kept, -1)
         return Extension(copies, kv_lens.to(torch.int32), slots.reshape(-1))
 
-    def _remember(self, new_kept: torch.Tensor | None, batch_size: int, num_new: int) -> None:
-        if new_kept is not None or self.kept is not None:
-            past = _all_kept(batch_size, self.length) if self.kept is None else self.kept
-            new = _all_kept(batch_size, num_new) if new_kept is None else new_kept
-            self.kept = torch.cat([past, new], dim=1)
+    def _remember(self, new_kept: torch.Tensor | None, num_new: int) -> None:
+        if new_kept is not None:
+            self.kept = torch.cat([self._kept_columns(len(self.rows)), new_kept], dim=1)
         self.length += num_new
+
+    def _kept_columns(self, rows: int) -> torch.Tensor:
+        """[B, L] bool on the host, B = `rows`: whether a column is stored."""
+        if self.kept is None:
+            return _all_kept(rows, self.length)
+        return torch.cat([self.kept, _all_kept(rows, self.length - self.kept.shape[1])], dim=1)
 
     def slots_of_columns(self) -> torch.Tensor:
         """[B, L] int64 on the host: the slot of each padded column, -1 where it isn't stored."""
-        batch_size = len(self.rows)
-        kept = _all_kept(batch_size, self.length) if self.kept is None else self.kept
+        kept = self._kept_columns(len(self.rows))
         return self._slots(kept.cumsum(1) - 1).masked_fill(~kept, -1)
 
     def _slots(self, position: torch.Tensor) -> torch.Tensor:
@@ -223,7 +227,8 @@ class SequenceTable:
             self.stored = [self.length] * len(self.rows)
         else:
             self.kept = self.kept[:, : self.length]
-            self.stored = self.kept.sum(1).tolist()
+            beyond = self.length - self.kept.shape[1]
+            self.stored = [stored + beyond for stored in self.kept.sum(1).tolist()]
             self.kept = None if bool(self.kept.all()) else self.kept
         for row, stored in zip(self.rows, self.stored, strict=True):
             blocks = -(-stored // self.block_size)
@@ -282,6 +287,7 @@ class SequenceTable:
                 users[block] = users.get(block, 0) + 1
         assert users == self.allocator.users, "the reference counts aren't the rows' uses"
         if self.kept is not None:
-            assert self.kept.shape == (len(self.rows), self.length) and self.kept.sum(1).tolist() == self.stored
+            assert self.kept.shape[0] == len(self.rows) and self.kept.shape[1] <= self.length
+            assert self._kept_columns(len(self.rows)).sum(1).tolist() == self.stored
         for b, row in enumerate(self.rows):
             assert self.table[b, : len(row)].tolist() == row, "the table isn't the rows"

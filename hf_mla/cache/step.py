@@ -10,6 +10,7 @@ import torch
 
 from .. import kernels
 from .layout import EntryLayout
+from .mask_check import MaskCheck
 from .sequences import Extension
 
 
@@ -40,6 +41,8 @@ class StepPlan:
         absorbed: Attention reads the pages with absorbed weights; latents are passed on unexpanded.
         num_blocks: Blocks each layer's pages must have.
         backend: Kernels asked for.
+        mask_check: Says once the step is queued whether it was planned for the mask that it was given; None where
+            that is sure.
         page_bases: [layers] int64 on the device, the pages' addresses, where a captured graph reads them from memory.
         expand: What the next update must do to the latents that it returns, where the model won't.
         unread: The layer that attention was last handed latents of, until it has read the pages (absorbed steps).
@@ -52,6 +55,7 @@ class StepPlan:
     absorbed: bool
     num_blocks: int
     backend: str
+    mask_check: MaskCheck | None = None
     page_bases: torch.Tensor | None = None
     expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     unread: int | None = None
