@@ -31,7 +31,7 @@ def install() -> None:
     if stock is None or stock.__name__ == "PagedStopCheck":
         return
 
-    class PagedStopCheck(stock):  # type: ignore[misc,valid-type]
+    class PagedStopCheck(stock):
         """Also for paged caches on CUDA; the random numbers of the step too many are given back."""
 
         def __init__(self, input_ids: torch.LongTensor, *args: Any):
