@@ -2,19 +2,24 @@
 
 generate checks the name against a tuple and makes the cache in `_prepare_cache_for_generation`, where a name that it
 doesn't know silently becomes a DynamicCache. So importing this package adds the name to the tuple and wraps that one
-method for it: every other name goes straight through, and a model that isn't patched is refused.
+method for it: every other name goes straight through, and a model that isn't patched is refused. Where this package
+isn't imported a generation config with the name can't be loaded, so saving one warns.
 """
 
 import functools
+import logging
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation import configuration_utils
+from transformers.utils import logging as transformers_logging
 
 from . import compat
 from .cache import PagedMLACache
 from .patch import find_bindings
+
+logger: logging.Logger = transformers_logging.get_logger(__name__)
 
 CACHE_IMPLEMENTATION = "paged_mla"
 
@@ -78,6 +83,20 @@ def _wrap(original: Any) -> Any:
     return prepare
 
 
+def _warn_when_saved(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.cache_implementation == CACHE_IMPLEMENTATION:
+            logger.warning(
+                f'the generation config being saved says cache_implementation="{CACHE_IMPLEMENTATION}", with which '
+                "transformers can load neither it nor a model beside it where hf_mla isn't imported; to share them, "
+                "set generation_config.cache_implementation = None first"
+            )
+        return original(self, *args, **kwargs)
+
+    return save_pretrained
+
+
 def install() -> None:
     """Teach generate the name; done once, at import."""
     names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
@@ -85,3 +104,4 @@ def install() -> None:
         return
     configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*names, CACHE_IMPLEMENTATION)
     GenerationMixin._prepare_cache_for_generation = _wrap(GenerationMixin._prepare_cache_for_generation)
+    GenerationConfig.save_pretrained = _warn_when_saved(GenerationConfig.save_pretrained)

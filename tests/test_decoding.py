@@ -8,7 +8,7 @@ import pytest
 import torch
 from pairs import BLOCK, PAGED, STRADDLING, assert_generates_alike, assert_same, cache_of, pair, record_steps
 from tiny import GREEDY, build, prompts, relative_error, scores_of
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, pipeline
+from transformers import StoppingCriteria
 
 import hf_mla
 from hf_mla import PoolExhausted
@@ -203,17 +203,3 @@ def test_a_pool_too_small_raises_and_the_model_stays_usable(prompt: int, new: in
         patched.generate(**prompts([prompt]), max_new_tokens=new, **GREEDY, **PAGED)
     got = assert_generates_alike(stock, patched, **prompts([40]), max_new_tokens=24)
     assert cache_of(got).memory_report().blocks_total <= 64 // BLOCK
-
-
-def test_a_text_generation_pipeline() -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{i}": i for i in range(97)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", padding_side="left")
-    stock, patched = pair()
-    texts = ["w5 w6 w7 w8 w9", "w10 w11"]
-    options = {"do_sample": False, "max_new_tokens": 6, "batch_size": 2}
-    expected = pipeline("text-generation", model=stock, tokenizer=wrapped)(texts, **options)
-    assert pipeline("text-generation", model=patched, tokenizer=wrapped)(texts, **options, **PAGED) == expected
