@@ -1,7 +1,7 @@
 """Settings of a patched model, and the only place that reads environment variables."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -17,9 +17,25 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def _backend_of_environment() -> str:
+    backend = os.environ.get("HF_MLA_BACKEND") or "auto"
+    if backend not in BACKENDS:
+        raise ValueError(f"environment variable HF_MLA_BACKEND is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    return backend
+
+
+def _enabled_by_environment() -> bool:
+    disable = os.environ.get("HF_MLA_DISABLE") or "0"
+    if disable not in ("0", "1"):
+        raise ValueError(f"environment variable HF_MLA_DISABLE is {disable!r}; allowed: 0, 1")
+    return disable == "0"
+
+
 @dataclass(frozen=True)
 class MLAConfig:
     """How a patched model keeps and reads its latents.
+
+    Where `backend` or `enabled` isn't given, the environment variables decide (see ENVIRONMENT), then the default.
 
     Args:
         backend: Kernels that read the pages: "auto" (the fastest measured one that can run here), "reference" (plain
@@ -35,17 +51,17 @@ class MLAConfig:
         enabled: False leaves the model on stock code, and `cache_implementation="paged_mla"` makes a DynamicCache.
 
     Raises:
-        ValueError: A value that isn't allowed; the message names the argument and what is.
+        ValueError: A value that isn't allowed, or an environment variable's; the message names it and what is.
     """
 
-    backend: str = "auto"
+    backend: str = field(default_factory=_backend_of_environment)
     block_size: int = 64
     entry_alignment: int = 16
     cache_dtype: torch.dtype | None = None
     max_tokens: int | None = None
     graphs: bool = True
     fused: bool = True
-    enabled: bool = True
+    enabled: bool = field(default_factory=_enabled_by_environment)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -66,22 +82,16 @@ class MLAConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
 
     @classmethod
-    def from_options(cls, **options: object) -> "MLAConfig":
-        """Build from keyword options; what isn't given comes from the environment, then from the defaults.
+    def from_options(cls, config: "MLAConfig | None" = None, **options: object) -> "MLAConfig":
+        """Build from keyword options, or change these in `config`.
 
         Raises:
-            ValueError: An unknown option, a value that isn't allowed, or an environment variable that can't be read.
+            ValueError: A config that isn't one, an unknown option or a value that isn't allowed.
         """
-        known = [field.name for field in fields(cls)]
+        if config is not None and not isinstance(config, cls):
+            raise ValueError(f"config is {config!r}; allowed: None, an {cls.__name__}, or its fields as keywords")
+        known = [option.name for option in fields(cls)]
         for name in options:
             if name not in known:
                 raise ValueError(f"unknown option {name!r}; allowed: {', '.join(known)}")
-        backend = os.environ.get("HF_MLA_BACKEND") or "auto"
-        if backend not in BACKENDS:
-            raise ValueError(f"environment variable HF_MLA_BACKEND is {backend!r}; allowed: {', '.join(BACKENDS)}")
-        values: dict[str, object] = {"backend": backend}
-        disable = os.environ.get("HF_MLA_DISABLE") or "0"
-        if disable not in ("0", "1"):
-            raise ValueError(f"environment variable HF_MLA_DISABLE is {disable!r}; allowed: 0, 1")
-        values["enabled"] = disable == "0"
-        return cls(**{**values, **options})  # type: ignore[arg-type]
+        return cls(**options) if config is None else replace(config, **options)  # type: ignore[arg-type]

@@ -109,11 +109,11 @@ class DecoderForward:
         wants_weights = call.get("output_attentions")
         if wants_weights is None:
             wants_weights = getattr(module.config, "output_attentions", False)
-        cache.adopt(module.config)
         plan = cache.begin_step(
             call.get("attention_mask"),
             inputs.shape[0],
             inputs.shape[1],
+            config=module.config,
             max_absorbed=0 if wants_weights else self._max_absorbed(),
             backend=self.config.backend,
             ahead=ahead,

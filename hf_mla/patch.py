@@ -175,7 +175,7 @@ def _unbind(decoder: nn.Module, binding: Binding) -> None:
     decoder.__dict__.pop("_hf_mla", None)
 
 
-def patch(model: Model, **options: Any) -> Model:
+def patch(model: Model, config: MLAConfig | None = None, **options: Any) -> Model:
     """Let `model` decode from a paged cache of latents.
 
     Afterwards `model.generate(..., cache_implementation="paged_mla")` makes a PagedMLACache, and one can be passed as
@@ -184,6 +184,7 @@ def patch(model: Model, **options: Any) -> Model:
 
     Args:
         model: A loaded transformers model (or a wrapper around one, such as PEFT's) of a served family.
+        config: Settings to start from; without, the defaults.
         **options: Fields of `MLAConfig`: backend, block_size, entry_alignment, cache_dtype, max_tokens, graphs, fused,
             enabled.
 
@@ -194,25 +195,24 @@ def patch(model: Model, **options: Any) -> Model:
         ValueError: A model that can't be served, with the module and the reason; an unknown option or a value that
             isn't allowed; a backend that can't run here. The model is as it was.
     """
-    config = MLAConfig.from_options(**options)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; allowed: a loaded transformers model")
+    settings = MLAConfig.from_options(config, **options)
+    _check_model(model)
     decoders = _survey(model)
     before = find_bindings(model)
-    if len(before) == len(decoders) and all(_is_bound(*found, config) for found in decoders):
+    if len(before) == len(decoders) and all(_is_bound(*found, settings) for found in decoders):
         return model
-    _check_backend(config)
+    _check_backend(settings)
     unpatch(model)
     try:
         for decoder, attentions in decoders:
-            _bind(decoder, attentions, config)
+            _bind(decoder, attentions, settings)
     except BaseException:
         _restore(model, before)
         raise
     for decoder, attentions in decoders:
         logger.info(
             f"hf_mla: {len(attentions)} {type(attentions[0][1]).__name__} of {type(decoder).__name__} "
-            f"{'patched' if config.enabled else 'left on stock code'} ({config})"
+            f"{'patched' if settings.enabled else 'left on stock code'} ({settings})"
         )
     return model
 
@@ -221,6 +221,11 @@ def _restore(model: nn.Module, before: list[tuple[nn.Module, Binding]]) -> None:
     unpatch(model)
     for decoder, binding in before:
         _bind(decoder, binding.attentions, binding.config)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; allowed: a loaded transformers model")
 
 
 def _check_backend(config: MLAConfig) -> None:
@@ -233,17 +238,23 @@ def _check_backend(config: MLAConfig) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Take the patch off; a model without one is left alone. Returns the same object."""
+    """Take the patch off; a model without one is left alone. Returns the same object.
+
+    Raises:
+        ValueError: Something that is no model.
+    """
+    _check_model(model)
     for decoder, binding in find_bindings(model):
         _unbind(decoder, binding)
     return model
 
 
 @contextmanager
-def patched(model: Model, **options: Any) -> Iterator[Model]:
+def patched(model: Model, config: MLAConfig | None = None, **options: Any) -> Iterator[Model]:
     """Patch within a `with` block, then restore what was there: stock code, or an earlier patch's options."""
+    _check_model(model)
     before = find_bindings(model)
-    patch(model, **options)
+    patch(model, config, **options)
     try:
         yield model
     finally:
@@ -253,7 +264,7 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
 _from_pretrained: Any = None  # the classmethod object that enable() replaced
 
 
-def enable(**options: Any) -> None:
+def enable(config: MLAConfig | None = None, **options: Any) -> None:
     """Patch every MLA model that `from_pretrained` loads from now on, until `disable()`.
 
     Other models load as ever. An MLA model that can't be served loads unpatched, with a warning that gives the reason.
@@ -262,7 +273,7 @@ def enable(**options: Any) -> None:
         ValueError: An unknown option, a value that isn't allowed, or a backend that can't run here.
     """
     global _from_pretrained
-    _check_backend(MLAConfig.from_options(**options))
+    _check_backend(MLAConfig.from_options(config, **options))
     disable()
     original = PreTrainedModel.__dict__["from_pretrained"]
 
@@ -272,7 +283,7 @@ def enable(**options: Any) -> None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True returns a pair
         if find_attentions(model):
             try:
-                patch(model, **options)
+                patch(model, config, **options)
             except ValueError as error:
                 logger.warning(f"hf_mla: loaded without the patch: {error}")
         return loaded

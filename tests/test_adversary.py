@@ -223,6 +223,57 @@ def test_a_model_in_place_of_its_config_is_named(models):
         PagedMLACache(models[1])
 
 
+@pytest.mark.parametrize("wrong", [None, "deepseek", PagedMLACache])
+@pytest.mark.parametrize("call", [hf_mla.patch, hf_mla.unpatch, lambda model: hf_mla.patched(model).__enter__()])
+def test_something_that_is_no_model_is_named(call, wrong):
+    with pytest.raises(ValueError, match=r"^model is a (NoneType|str|type); allowed: a loaded transformers model"):
+        call(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["triton", 64, {"block_size": 16}, hf_mla.MLAConfig])
+def test_a_config_that_is_none_is_named(models, wrong):
+    for call in (hf_mla.patch, lambda *arguments: hf_mla.patched(*arguments).__enter__()):
+        with pytest.raises(ValueError, match=r"^config is .*; allowed: None, an MLAConfig"):
+            call(models[0], wrong)
+    with pytest.raises(ValueError, match=r"^config is .*; allowed: None, an MLAConfig"):
+        hf_mla.enable(wrong)
+
+
+def test_a_config_may_stand_for_options_and_options_change_it(monkeypatch):
+    model = build()
+    config = hf_mla.MLAConfig(block_size=32, max_tokens=640)
+
+    def block_sizes(**arguments):
+        output = model.generate(IDS, **GREEDY, **arguments, return_dict_in_generate=True)
+        return cache_of(output).options.block_size, cache_of(output).options.max_tokens
+
+    hf_mla.patch(model, config)
+    assert block_sizes(cache_implementation="paged_mla") == (32, 640)
+    with hf_mla.patched(model, config, block_size=16):
+        assert block_sizes(cache_implementation="paged_mla") == (16, 640)
+    assert block_sizes(cache_implementation="paged_mla") == (32, 640)
+    monkeypatch.setenv("HF_MLA_DISABLE", "1")
+    assert not hf_mla.MLAConfig().enabled and hf_mla.MLAConfig(enabled=True).enabled and config.enabled
+    monkeypatch.setenv("HF_MLA_DISABLE", "yes")
+    with pytest.raises(ValueError, match="HF_MLA_DISABLE is 'yes'; allowed: 0, 1"):
+        hf_mla.MLAConfig()
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_a_cache_is_initialized_once_it_holds_something_as_stocks_is(family, with_config):
+    model = hf_mla.patch(build(family))
+    cache = PagedMLACache(model.config) if with_config else PagedMLACache()
+    expected = dynamic(model)
+    for step in (IDS, IDS[:, :1]):
+        assert cache.is_initialized == expected.is_initialized
+        for each in (cache, expected):
+            logits(model, each, step)
+        assert cache.is_initialized and expected.is_initialized
+    cache.reset()
+    assert not cache.is_initialized
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_keeps_no_cache_alive():
     model = hf_mla.patch(build("deepseek_v3").cuda().to(torch.bfloat16))

@@ -6,6 +6,7 @@ Lengths have two meanings. `get_seq_length`, `get_mask_sizes`, `crop` and positi
 transformers cache does. Blocks, slots and kernel lengths speak stored tokens: masked columns take no memory.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class PagedMLACache(Cache):
         self._spoiled = False  # a pass failed that can't be undone
         self.runs_ahead = False  # decode steps are planned before their masks are read: see begin_step
         self._kept_there: tuple[torch.Tensor, torch.Tensor] | None = None  # table.kept and its copy on the device
+        # _thread, the one that is in a pass, is there from begin_step to end_step only
         self.expected_columns = 0  # blocks that the longest row will have, as far as told by reserve_tokens
         super().__init__(layers=[] if self.model_config is None else layers_of(self.model_config, options))
 
@@ -119,6 +121,11 @@ class PagedMLACache(Cache):
         return [layer for layer in layers if not isinstance(layer, PagedMLALayer)]
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether it holds something: models that read it take a cache without as one to be filled by a prompt."""
+        return any(layer.length for layer in self.mla_layers)
+
+    @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first step."""
         return self.table.batch_size
@@ -129,6 +136,7 @@ class PagedMLACache(Cache):
         batch_size: int,
         num_new: int,
         *,
+        config: PreTrainedConfig | None = None,
         max_absorbed: int = 0,
         backend: str = "auto",
         ahead: bool = False,
@@ -140,16 +148,38 @@ class PagedMLACache(Cache):
                 another shape, which the stock path uses as it is.
             batch_size: Rows of this pass.
             num_new: New columns a row.
+            config: The model's, for `adopt`.
             max_absorbed: Most new columns for which absorbed attention may be used; 0 forbids it.
             backend: Kernels for absorbed attention.
             ahead: Take a mask that could be the earlier one with ones appended for it, without waiting to read it; the
                 caller asks the plan's `mask_check` afterwards and, where it doesn't hold, undoes the step.
 
         Raises:
-            ValueError: A batch or a mask that doesn't fit what the cache holds. The cache is unchanged.
+            ValueError: A batch or a mask that doesn't fit what the cache holds, or another thread is in a pass over
+                it. The cache is unchanged.
             PoolExhausted: (a ValueError) `max_tokens` is reached. The cache is unchanged.
         """
-        self.end_step(failed=True)  # of a pass that was begun and never ended
+        thread = threading.get_ident()
+        if self.__dict__.setdefault("_thread", thread) != thread:  # atomic, unlike a look and a write
+            raise ValueError("cache: another thread is in a forward pass over it; use one cache for each thread")
+        self._close_step(failed=True)  # of a pass that was begun and never ended
+        try:
+            if config is not None:
+                self.adopt(config)
+            return self._open_step(attention_mask, batch_size, num_new, max_absorbed, backend, ahead)
+        except BaseException:
+            self.end_step(failed=True)
+            raise
+
+    def _open_step(
+        self,
+        attention_mask: torch.Tensor | None,
+        batch_size: int,
+        num_new: int,
+        max_absorbed: int,
+        backend: str,
+        ahead: bool,
+    ) -> StepPlan:
         if self._spoiled:
             raise ValueError(
                 "cache: an earlier pass failed halfway, and layers that aren't latent attention can't be put back; "
@@ -231,6 +261,10 @@ class PagedMLACache(Cache):
 
     def end_step(self, failed: bool) -> None:
         """Close the pass that `begin_step` opened; a failed one is undone, so that it can be tried again."""
+        self._close_step(failed)
+        self.__dict__.pop("_thread", None)
+
+    def _close_step(self, failed: bool) -> None:
         step, self._step = self._step, None
         if step is None or not failed:
             return
@@ -345,6 +379,7 @@ class PagedMLACache(Cache):
     def reset(self) -> None:
         """Forget all tokens. The pool keeps its memory, all blocks free."""
         self._step = self._plain_step = None
+        self.__dict__.pop("_thread", None)
         self._spoiled = False
         self.table.reset()
         for layer in self.layers:
