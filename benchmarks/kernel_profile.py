@@ -1,7 +1,8 @@
 """Which kernels a few decode steps launch: how many, and where their time goes.
 
 Kernels are told apart by their names alone, for a CUDA graph keeps no module names. Plain matrix products are "rest",
-wherever they come from: so are the projections around attention and stock's up-projection of the whole history.
+wherever they come from: so are the projections around attention, stock's up-projection of the whole history, and the
+products of stock's experts in decoding (their gathers, of selected experts' weights, are not).
 """
 
 import re
@@ -17,10 +18,14 @@ SKIPPED_STEPS = 3  # the first decode step may capture a graph, the next ones ma
 
 CLASSES = {
     "attention": re.compile(
-        r"flash|fmha|sdpa|attn|attention|mla|split_?kv|_decode_kernel|_merge_kernel|merge_state|_write_kernel",
+        r"flash|fmha|sdpa|attn|attention|mla|split_?kv|decode\w*_kernel|_merge_kernel|merge_state|_write_kernel",
         re.IGNORECASE,
     ),
-    "MoE": re.compile(r"group|moe|expert|sort|top_?k|histogram|index_add|scan", re.IGNORECASE),
+    "MoE": re.compile(
+        r"group|moe|expert|sort|top_?k|histogram|index_add|scan|vectorized_gather"
+        r"|_(align|up|down|sum|spread|collect|route)_kernel",
+        re.IGNORECASE,
+    ),
 }
 
 

@@ -100,17 +100,16 @@ def table(cells: list[dict]) -> str:
     """One line a cell and mode; the last column is how many times longer stock's step takes."""
     stock = {record["cell"]: record["step_ms"] for record in cells if record["mode"] == "stock"}
     order = {name: index for index, name in enumerate(dict.fromkeys(record["cell"] for record in cells))}
-    head = (
-        "cell            mode             prefill s   ktok/s  ms/step  by wall  floor ms  x floor    tok/s  peak GiB"
-    )
-    lines = [head + "  cache MiB  stock/this"]
+    head = "cell            mode             prefill s   ktok/s  ms/step   replay  by wall  floor ms  x floor    tok/s"
+    lines = [head + "  peak GiB  cache MiB  stock/this"]
     for record in sorted(cells, key=lambda record: order[record["cell"]]):
         step, floor, peak = record["step_ms"], record["floor_ms"], (record["peak_bytes"] or 0) / 2**30
+        replay = f"{record['replay_ms']:.2f}" if record.get("replay_ms") else "-"
         ratio = f"{stock[record['cell']] / step:.2f}" if record["cell"] in stock else "-"
         lines.append(
             f"{record['cell']:15} {record['mode']:15} {record['prefill_s']:10.3f} "
-            f"{record['prefill_tokens_per_s'] / 1000:8.1f} {step:8.2f} {record['step_ms_by_wall']:8.2f} {floor:9.2f} "
-            f"{step / floor:8.2f} {record['decode_tokens_per_s']:8.0f} {peak:9.1f} "
+            f"{record['prefill_tokens_per_s'] / 1000:8.1f} {step:8.2f} {replay:>8} "
+            f"{record['step_ms_by_wall']:8.2f} {floor:9.2f} {step / floor:8.2f} {record['decode_tokens_per_s']:8.0f} {peak:9.1f} "
             f"{record['cache_bytes_used'] / 2**20:10.1f} {ratio:>11}"
         )
     return "\n".join(lines)
