@@ -109,7 +109,7 @@ def table(cells: list[dict]) -> str:
         lines.append(
             f"{record['cell']:15} {record['mode']:15} {record['prefill_s']:10.3f} "
             f"{record['prefill_tokens_per_s'] / 1000:8.1f} {step:8.2f} {replay:>8} "
-            f"{record['step_ms_by_wall']:8.2f} {floor:9.2f} {step / floor:8.2f} {record['decode_tokens_per_s']:8.0f} {peak:9.1f} "
-            f"{record['cache_bytes_used'] / 2**20:10.1f} {ratio:>11}"
+            f"{record['step_ms_by_wall']:8.2f} {floor:9.2f} {step / floor:8.2f} "
+            f"{record['decode_tokens_per_s']:8.0f} {peak:9.1f} {record['cache_bytes_used'] / 2**20:10.1f} {ratio:>11}"
         )
     return "\n".join(lines)
