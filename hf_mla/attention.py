@@ -2,12 +2,12 @@
 
 A few small objects sit on the model, and stock code runs everything else:
 
-    LatentsOrKV      in place of an attention's expand_kv: hands latents on while the step is absorbed
-    AttentionConfig  in place of an attention's config: names our attention function while the step is absorbed
+    LatentsOrKV      in place of an attention's expand_kv: hands latents on while attention reads the pages
+    AttentionConfig  in place of an attention's config: names our attention function likewise
     ExpertsConfig    in place of an expert module's config: names the products to use in steps over a paged cache
     DecoderForward   (decoder.py) in place of the decoder's forward: plans the step that these look at
 
-so that without a PagedMLACache, or in a step that isn't absorbed, the very code of transformers runs.
+so that without a PagedMLACache, or in a step whose attention reads no pages, the very code of transformers runs.
 
     B rows, S new columns, H heads, R = kv_lora_rank, P = qk_rope_head_dim
 """
@@ -29,6 +29,7 @@ from .cache import PagedMLACache
 from .cache.gradient import refuse_gradient
 from .cache.layer import PagedMLALayer
 from .cache.step import StepPlan
+from .history import attend_in_pieces
 from .sparse import sparse_decode
 
 # A name for transformers' attention registry. "flash" in it would switch on code meant for flash attention (a
@@ -85,10 +86,10 @@ def paged_step(key: PatchKey) -> ActiveStep | None:
     return _active.steps.get(key)
 
 
-def absorbed_step(key: PatchKey) -> ActiveStep | None:
-    """This thread's step of the decoder that `key` stands for, if it is absorbed."""
+def reading_step(key: PatchKey) -> ActiveStep | None:
+    """This thread's step of the decoder that `key` stands for, if its attention is ours and reads the pages."""
     step = paged_step(key)
-    return step if step is not None and step.plan.absorbed else None
+    return step if step is not None and step.plan.reads_pages else None
 
 
 class LatentsOrKV:
@@ -112,15 +113,16 @@ class LatentsOrKV:
         return LatentsOrKV, (self.key, self.module(), self.replaced, self.expands_first)
 
     def __call__(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, 1, S, R] and [B, 1, S, P] -> keys and values, or the same latents in an absorbed step."""
+        """[B, 1, S, R] and [B, 1, S, P] -> keys and values, or the same latents where attention reads the pages."""
         step = paged_step(self.key)
-        if step is None or not (step.plan.absorbed or self.expands_first):
-            return self._expand(kv_nope, k_rot)
-        if not step.plan.absorbed:
-            step.plan.expand = self._expand
+        if step is None or not (step.plan.reads_pages or self.expands_first):
+            return self.expand(kv_nope, k_rot)
+        if not step.plan.reads_pages:
+            step.plan.expand = self.expand
         return kv_nope, k_rot
 
-    def _expand(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, as the module itself makes them."""
         if self.replaced is not None:
             return self.replaced(kv_nope, k_rot)
         module: Any = self.module()
@@ -151,11 +153,11 @@ class ConfigView:
 
 
 class AttentionConfig(ConfigView):
-    """Of an attention module: our attention function while the step is absorbed, else the model's own."""
+    """Of an attention module: our attention function while it reads the pages, else the model's own."""
 
     @property
     def _attn_implementation(self) -> str:
-        return self.original._attn_implementation if absorbed_step(self.key) is None else ATTENTION_NAME
+        return self.original._attn_implementation if reading_step(self.key) is None else ATTENTION_NAME
 
 
 class ExpertsConfig(ConfigView):
@@ -174,7 +176,7 @@ class ExpertsConfig(ConfigView):
     @property
     def _experts_implementation(self) -> str | None:
         name = self.original._experts_implementation
-        step = paged_step(self.key) if self.registered else absorbed_step(self.key)
+        step = paged_step(self.key) if self.registered else reading_step(self.key)
         return name if step is None else experts.decode_name(name, self.registered)
 
 
@@ -187,12 +189,14 @@ def absorbed_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of an absorbed step, registered with transformers as `ATTENTION_NAME`.
+    """Attention of a step that reads the pages, absorbed or expanding a piece of the history at a time.
+
+    Registered with transformers as `ATTENTION_NAME`.
 
     Args:
         module: A patched attention module.
         query: [B, H, S, nope + P].
-        key: This step's ckv, already in the pages; not read. `value` likewise.
+        key: This step's ckv [B, 1, S, R], already in the pages; `value` its k_pe [B, 1, S, P].
         attention_mask: Read only with `indices`, [B or 1, 1, S, L]; else the plan's lengths say what a query sees.
         scaling: sm_scale, the module's own (with yarn's mscale).
         **kwargs: `indices` [B, S, K], padded columns that a sparse model's indexer picked; `s_aux` [H], the scores of
@@ -202,9 +206,9 @@ def absorbed_attention(
         ([B, S, H, v], None)
 
     Raises:
-        ValueError: Called outside an absorbed step, as when the name is given to `set_attn_implementation`.
+        ValueError: Called outside such a step, as when the name is given to `set_attn_implementation`.
     """
-    step = absorbed_step(module.config.key) if isinstance(module.config, AttentionConfig) else None
+    step = reading_step(module.config.key) if isinstance(module.config, AttentionConfig) else None
     if step is None:
         raise ValueError(
             f'attn_implementation is "{ATTENTION_NAME}", which only hf_mla.patch may choose; allowed: eager, sdpa and '
@@ -213,7 +217,12 @@ def absorbed_attention(
     step.plan.unread = None
     with torch.no_grad():
         holder = _holder(step, module, key)
-        out = _attend(module, query.detach(), step, scaling, holder, attention_mask, **kwargs)
+        if step.plan.in_pieces:
+            layer, expand = step.cache.layers[holder], module.expand_kv.expand
+            latents = key.detach(), value.detach()
+            out = attend_in_pieces(module, query.detach(), *latents, layer, step.plan, scaling, expand)
+        else:
+            out = _attend(module, query.detach(), step, scaling, holder, attention_mask, **kwargs)
     return refuse_gradient(out, query), None
 
 

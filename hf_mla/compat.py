@@ -55,3 +55,10 @@ def layer_config(config: Any, layer_idx: int) -> Any:
     """The config that holds for one layer; newer versions refuse to read a value that differs between layers."""
     layers = getattr(config, "per_layer_config", None)
     return config if layers is None else layers[layer_idx]
+
+
+def length_sets_rope(config: Any) -> bool:
+    """Whether the same token at the same position is rotated otherwise in a longer text, so its pieces differ."""
+    parameters = getattr(config, "rope_parameters", None)
+    kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+    return kind in ("dynamic", "longrope")

@@ -11,6 +11,7 @@ from torch import nn
 from . import compat
 from .attention import ActiveStep, PatchKey, entered, is_in_use
 from .cache import PagedMLACache
+from .chunks import columns_at_once, may_be_cut, run_in_chunks
 from .config import MLAConfig
 from .families import Family
 from .graphs import DecodeGraphs
@@ -58,6 +59,13 @@ class DecoderForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's output. A pass over our cache that fails or is interrupted leaves the cache as it was."""
         module: Any = self.module()
+        call = compat.bind_forward(module, args, kwargs)
+        size = self._columns_at_once(module, call)
+        if size is not None:
+            return run_in_chunks(lambda **part: self._planned(module, (), part), call, call["cache"], size)
+        return self._planned(module, args, kwargs)
+
+    def _planned(self, module: Any, args: tuple, kwargs: dict) -> Any:
         try:
             return self._pass(module, args, kwargs, ahead=self.graphs is not None)
         except _OtherMask:  # undone by now
@@ -74,12 +82,14 @@ class DecoderForward:
             return output
 
     def _forward(self, module: Any, step: ActiveStep, args: tuple, kwargs: dict) -> Any:
-        if not step.plan.absorbed or args:
+        if not step.plan.reads_pages or args:
             return self._run(module, args, kwargs)
         if step.cache.is_all_mla:
             # Lengths say all that the mask said. A prepared (4D) mask is passed on as it is, so none is built.
             kwargs = {**kwargs, "attention_mask": torch.empty((1, 1, 1, 1), dtype=torch.bool, device=step.device)}
-        output = None if self.graphs is None else self.graphs.run(module, step, kwargs)
+        output = None
+        if self.graphs is not None and step.plan.absorbed:
+            output = self.graphs.run(module, step, kwargs)
         return self._run(module, args, kwargs) if output is None else output
 
     def _run(self, module: Any, args: tuple, kwargs: dict) -> Any:
@@ -115,10 +125,21 @@ class DecoderForward:
             inputs.shape[1],
             config=module.config,
             max_absorbed=0 if wants_weights else self._max_absorbed(),
+            in_pieces=self.family.way == "absorbed" and not wants_weights,
             backend=self.config.backend,
             ahead=ahead,
         )
         return ActiveStep(cache, plan, inputs.device)
+
+    def _columns_at_once(self, module: Any, call: dict) -> int | None:
+        """New columns of one pass, or None where all are run at once."""
+        inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+        if not isinstance(call["cache"], PagedMLACache) or inputs is None or module.training:
+            return None
+        if not self.family.may_be_cut or compat.length_sets_rope(module.config) or not may_be_cut(module.config, call):
+            return None
+        size = columns_at_once(module.config, inputs, module.dtype)
+        return size if size < inputs.shape[1] else None
 
     def _max_absorbed(self) -> int:
         limits = {"absorbed": MAX_ABSORBED_COLUMNS, "sparse": MAX_SPARSE_COLUMNS, "dense": 0}

@@ -34,6 +34,11 @@ class Family:
         """Whether decode steps may be captured: the whole cache must lie in pages, and lengths must say the mask."""
         return self.way == "absorbed" and not self.others
 
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether a prompt may be run in several passes unasked: what one of them did can be taken back."""
+        return not self.others
+
 
 SERVED: dict[str, Family] = {
     "deepseek_v2": Family("DeepSeek-V2, V2-Lite, V2.5"),

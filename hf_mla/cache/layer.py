@@ -120,10 +120,12 @@ class PagedMLALayer(CacheLayerMixin):
 
     def history(self, step: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """All padded columns, [B, 1, L, R] and [B, 1, L, P]; zeros where a column isn't stored."""
+        return self.read(step.history_on(self.device))
+
+    def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [B, 1, T, R] and [B, 1, T, P] of slots [B, T] int64; zeros at -1."""
         assert self.layout is not None and self.pages is not None
-        ckv, k_pe = kernels.gather_latents(
-            self.pages, step.history_on(self.device), self.layout.kv_lora_rank, self.layout.qk_rope_head_dim
-        )
+        ckv, k_pe = kernels.gather_latents(self.pages, slots, self.layout.kv_lora_rank, self.layout.qk_rope_head_dim)
         return ckv.unsqueeze(1), k_pe.unsqueeze(1)
 
     def update(

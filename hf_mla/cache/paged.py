@@ -138,6 +138,7 @@ class PagedMLACache(Cache):
         *,
         config: PreTrainedConfig | None = None,
         max_absorbed: int = 0,
+        in_pieces: bool = False,
         backend: str = "auto",
         ahead: bool = False,
     ) -> StepPlan:
@@ -150,6 +151,7 @@ class PagedMLACache(Cache):
             num_new: New columns a row.
             config: The model's, for `adopt`.
             max_absorbed: Most new columns for which absorbed attention may be used; 0 forbids it.
+            in_pieces: Attention over more new columns than that may expand the history in pieces, from the pages.
             backend: Kernels for absorbed attention.
             ahead: Take a mask that could be the earlier one with ones appended for it, without waiting to read it; the
                 caller asks the plan's `mask_check` afterwards and, where it doesn't hold, undoes the step.
@@ -166,7 +168,7 @@ class PagedMLACache(Cache):
         try:
             if config is not None:
                 self.adopt(config)
-            return self._open_step(attention_mask, batch_size, num_new, max_absorbed, backend, ahead)
+            return self._open_step(attention_mask, batch_size, num_new, max_absorbed, in_pieces, backend, ahead)
         except BaseException:
             self.end_step(failed=True)
             raise
@@ -177,6 +179,7 @@ class PagedMLACache(Cache):
         batch_size: int,
         num_new: int,
         max_absorbed: int,
+        in_pieces: bool,
         backend: str,
         ahead: bool,
     ) -> StepPlan:
@@ -195,7 +198,10 @@ class PagedMLACache(Cache):
             new_kept, as_stored = None, True
         else:
             new_kept, as_stored = self.table.read_mask(attention_mask, batch_size, num_new) if plain else (None, False)
-        self._step = self._book(new_kept, batch_size, num_new, as_stored and decoding, backend)
+        readable = as_stored and self.table.length > 0  # lengths say all that the mask says
+        self._step = self._book(
+            new_kept, batch_size, num_new, as_stored and decoding, readable and in_pieces and not decoding, backend
+        )
         self._step.mask_check = check
         return self._step
 
@@ -238,11 +244,13 @@ class PagedMLACache(Cache):
         batch_size: int,
         num_new: int,
         absorbed: bool = False,
+        in_pieces: bool = False,
         backend: str = "auto",
     ) -> StepPlan:
         """Take blocks for the new columns, all or none of them."""
         past = self.table.length
         picks = any(isinstance(layer, PagedIndexedLayer) for layer in self.layers)
+        gathered = past > 0 and (picks or not (absorbed or in_pieces))
         extension = self.table.extend(new_kept, batch_size, num_new)
         try:
             for layer in self.mla_layers:
@@ -253,8 +261,9 @@ class PagedMLACache(Cache):
         return StepPlan(
             extension=extension,
             block_table=self.table.table,
-            history_slots=self.table.slots_of_columns() if past and (picks or not absorbed) else None,
+            history_slots=self.table.slots_of_columns() if gathered else None,
             absorbed=absorbed,
+            in_pieces=in_pieces,
             num_blocks=self.table.allocator.num_blocks,
             backend=backend,
         )
@@ -296,7 +305,7 @@ class PagedMLACache(Cache):
             layer_idx: The layer.
 
         Returns:
-            The latents given (absorbed step, or nothing cached before), else the whole padded history,
+            The latents given (attention reads the pages, or nothing was cached before), else the whole padded history,
             [B, 1, L, R] and [B, 1, L, P].
         """
         if self.model_config is None:
@@ -315,10 +324,10 @@ class PagedMLACache(Cache):
         self._check_level(layer, self.table.length - key_states.shape[2])
         layer.write(key_states, value_states, step)
         step.holders[id(key_states)] = layer_idx
-        if step.absorbed:
+        if step.reads_pages:
             step.hand_on(layer_idx)
         latents = key_states, value_states
-        if not step.absorbed and step.history_slots is not None:
+        if not step.reads_pages and step.history_slots is not None:
             ckv, k_pe = layer.history(step)
             ckv, k_pe = ckv.to(key_states.dtype), k_pe.to(value_states.dtype)
             latents = refuse_gradient(ckv, key_states), refuse_gradient(k_pe, value_states)

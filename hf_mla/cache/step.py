@@ -11,6 +11,7 @@ import torch
 from .. import kernels
 from .layout import EntryLayout
 from .mask_check import MaskCheck
+from .pieces import Unit, units_of
 from .sequences import Extension
 
 
@@ -39,13 +40,14 @@ class StepPlan:
         history_slots: [B, L] int64 on the host, the slot of every padded column, where the step needs the history
             expanded or picks columns from it; None where it doesn't (no history yet, or all of it is read in pages).
         absorbed: Attention reads the pages with absorbed weights; latents are passed on unexpanded.
+        in_pieces: Attention reads the pages and expands a piece of the history at a time; latents likewise.
         num_blocks: Blocks each layer's pages must have.
         backend: Kernels asked for.
         mask_check: Says once the step is queued whether it was planned for the mask that it was given; None where
             that is sure.
         page_bases: [layers] int64 on the device, the pages' addresses, where a captured graph reads them from memory.
         expand: What the next update must do to the latents that it returns, where the model won't.
-        unread: The layer that attention was last handed latents of, until it has read the pages (absorbed steps).
+        unread: The layer that attention was last handed latents of, until it has read the pages.
         holders: Which layer holds the latents that attention is handed, by the tensor's id: layers may share them.
     """
 
@@ -56,6 +58,7 @@ class StepPlan:
     num_blocks: int
     backend: str
     mask_check: MaskCheck | None = None
+    in_pieces: bool = False
     page_bases: torch.Tensor | None = None
     expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     unread: int | None = None
@@ -63,6 +66,12 @@ class StepPlan:
     _devices: dict[torch.device, DeviceStep] = field(default_factory=dict)
     _history: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     _decode: dict[tuple[EntryLayout, int, torch.device], kernels.DecodePlan] = field(default_factory=dict)
+    _units: dict[tuple[int, int, torch.device], list[Unit]] = field(default_factory=dict)
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether attention is ours and reads the history in the pages; else it is the model's own."""
+        return self.absorbed or self.in_pieces
 
     def hand_on(self, layer_idx: int) -> None:
         """Note that this layer's attention goes on with new latents alone, so it has to read the rest in the pages."""
@@ -101,6 +110,14 @@ class StepPlan:
             assert self.history_slots is not None
             self._history[device] = self.history_slots.to(device, non_blocking=True)
         return self._history[device]
+
+    def units(self, layout: EntryLayout, limit: int, device: torch.device) -> list[Unit]:
+        """How a step that reads the history in pieces of `limit` tokens is cut up, made at the first call."""
+        key = (layout.block_size, limit, device)
+        if key not in self._units:
+            units = units_of(self.extension, self.block_table, layout.block_size, limit)
+            self._units[key] = [unit.to(device) for unit in units]
+        return self._units[key]
 
     def decode_plan(self, layout: EntryLayout, num_heads: int, device: torch.device) -> kernels.DecodePlan:
         """The kernels' plan for layers of this geometry on this device, made at the first call."""
