@@ -12,6 +12,7 @@ from . import generation, stopping  # noqa: E402
 from .cache import MemoryReport, PagedMLACache, PoolExhausted  # noqa: E402
 from .config import MLAConfig  # noqa: E402
 from .patch import disable, enable, patch, patched, unpatch  # noqa: E402
+from .pool import PrefixPool  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "MemoryReport",
     "PagedMLACache",
     "PoolExhausted",
+    "PrefixPool",
     "disable",
     "enable",
     "patch",

@@ -79,7 +79,9 @@ class DecoderForward:
             output = self._forward(module, step, args, kwargs)
             if step.plan.mask_check is not None and not step.plan.mask_check.holds():
                 raise _OtherMask
-            return output
+        if step.cache.ledger is not None:
+            step.cache.note(compat.bind_forward(module, args, kwargs))
+        return output
 
     def _forward(self, module: Any, step: ActiveStep, args: tuple, kwargs: dict) -> Any:
         if not step.plan.reads_pages or args:

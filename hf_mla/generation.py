@@ -8,6 +8,7 @@ isn't imported a generation config with the name can't be loaded, so saving one 
 
 import functools
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from . import compat
 from .cache import PagedMLACache
 from .patch import find_bindings
+from .pool import PrefixPool
 
 logger: logging.Logger = transformers_logging.get_logger(__name__)
 
@@ -25,6 +27,8 @@ CACHE_IMPLEMENTATION = "paged_mla"
 
 # New tokens a row for which memory is taken ahead; longer generations grow from there.
 MAX_RESERVED_NEW_TOKENS = 4096
+
+_pools: "weakref.WeakKeyDictionary[PagedMLACache, PrefixPool]" = weakref.WeakKeyDictionary()  # of calls going on
 
 
 def _rows_of(generation_config: Any, model_kwargs: dict, batch_size: int, max_length: int) -> list[int]:
@@ -97,11 +101,45 @@ def _warn_when_saved(original: Any) -> Any:
     return save_pretrained
 
 
+def _with_pools(original: Any) -> Any:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = next((name for name in ("past_key_values", "cache") if isinstance(kwargs.get(name), PrefixPool)), None)
+        if name is None:
+            return original(self, *args, **kwargs)
+        pool = kwargs.pop(name)
+        with pool.session(self) as cache:
+            if cache is None:
+                return original(self, *args, **kwargs)
+            _pools[cache] = pool
+            try:
+                return original(self, *args, **kwargs, **{compat.CACHE_NAME: cache})
+            finally:
+                del _pools[cache]
+
+    return generate
+
+
+def _from_pools(original: Any) -> Any:
+    @functools.wraps(original)
+    def prefill(
+        self: Any, input_ids: Any, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = model_kwargs.get(compat.CACHE_NAME)
+        if isinstance(cache, PagedMLACache) and cache in _pools and not cache.get_seq_length():
+            _pools[cache].prepare(self, cache, input_ids, model_kwargs)
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    return prefill
+
+
 def install() -> None:
-    """Teach generate the name; done once, at import."""
+    """Teach generate the name, and what to do with a PrefixPool; done once, at import."""
     names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     if CACHE_IMPLEMENTATION in names:
         return
     configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*names, CACHE_IMPLEMENTATION)
     GenerationMixin._prepare_cache_for_generation = _wrap(GenerationMixin._prepare_cache_for_generation)
     GenerationConfig.save_pretrained = _warn_when_saved(GenerationConfig.save_pretrained)
+    GenerationMixin.generate = _with_pools(GenerationMixin.generate)
+    GenerationMixin._prefill = _from_pools(GenerationMixin._prefill)

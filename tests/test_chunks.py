@@ -31,6 +31,11 @@ from hf_mla.kernels import partial
 TOLERANCE = 1e-5
 
 
+def in_full(first: str, *others: str) -> list[Any]:
+    """All of them in the full suite, the first one in the fast one."""
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
 def new_cache(**options: Any) -> hf_mla.PagedMLACache:
     return hf_mla.PagedMLACache(block_size=BLOCK, **options)
 
@@ -132,7 +137,7 @@ def test_units_hold_every_stored_column_and_all_history_once() -> None:
             assert set(seen) == {row for row in range(6) if kept[row].any()}
 
 
-@pytest.mark.parametrize("family", [*USUAL, "longcat_flash"])
+@pytest.mark.parametrize("family", in_full(*USUAL, "longcat_flash"))
 def test_a_long_continuation_is_read_in_pieces(
     family: str, expanded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +187,7 @@ def test_large_scores_and_a_bfloat16_cache(expanded: list[int], monkeypatch: pyt
     assert torch.isfinite(feed(patched, ids[:, 30:], coarse)).all()
 
 
-@pytest.mark.parametrize("family", [*USUAL, "deepseek_v32"])
+@pytest.mark.parametrize("family", in_full(*USUAL, "deepseek_v32"))
 def test_a_long_prompt_is_several_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if family in USUAL:
         stock, patched = pair(family)

@@ -47,6 +47,8 @@ class BlockAllocator:
             return
         limit = None if self.max_blocks is None else self.max_blocks + 1 - self.num_blocks
         if limit is not None and missing > limit:
+            missing -= self._reclaim(missing - limit)
+        if limit is not None and missing > limit:
             raise PoolExhausted(
                 f"max_tokens: the pool holds {self.max_blocks} blocks of {self.block_size} tokens, "
                 f"{len(self.users)} of them in use, and {count} more are needed; give the cache more max_tokens, "
@@ -56,6 +58,10 @@ class BlockAllocator:
         step = step if limit is None else min(step, limit)
         self._free.extend(range(self.num_blocks, self.num_blocks + step))
         self.num_blocks += step
+
+    def _reclaim(self, count: int) -> int:
+        """Free `count` blocks that nobody needs, or none where there are fewer: how many were freed."""
+        return 0
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, each with one user; grows the pool where allowed.
@@ -82,9 +88,9 @@ class BlockAllocator:
                 del self.users[block]
                 self._free.append(block)
 
-    def shared(self, block: int) -> bool:
-        """Whether more than one row uses the block, so that it must be copied before it is written."""
-        return self.users[block] > 1
+    def holders(self, block: int) -> int:
+        """How many need what the block holds; where there are several, it must be copied before it is written."""
+        return self.users[block]
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the module's docstring doesn't hold."""

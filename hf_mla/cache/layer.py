@@ -11,6 +11,19 @@ from .layout import EntryLayout
 from .step import StepPlan
 
 
+class PageStore:
+    """Where the pages of a layer lie; caches of one pool share it.
+
+    Args:
+        layout: Geometry, or None before the first latents.
+        pages: [blocks, block_size, entry], or None likewise.
+    """
+
+    def __init__(self) -> None:
+        self.layout: EntryLayout | None = None
+        self.pages: torch.Tensor | None = None
+
+
 class PagedMLALayer(CacheLayerMixin):
     """Latents of one layer in pages; which row owns which block is the cache's book, shared by all layers.
 
@@ -31,9 +44,24 @@ class PagedMLALayer(CacheLayerMixin):
         self.block_size = block_size
         self.entry_alignment = entry_alignment
         self.dtype = dtype
-        self.layout: EntryLayout | None = None
-        self.pages: torch.Tensor | None = None
+        self.store = PageStore()
         self.length = 0  # padded columns written
+
+    @property
+    def layout(self) -> EntryLayout | None:
+        """Geometry of the pages, or None before the first latents."""
+        return self.store.layout
+
+    @property
+    def pages(self) -> torch.Tensor | None:
+        """[blocks, block_size, entry], or None before the first latents."""
+        return self.store.pages
+
+    @property
+    def device(self) -> torch.device:
+        """The pages' device; there are pages."""
+        assert self.store.pages is not None
+        return self.store.pages.device
 
     def __repr__(self) -> str:
         pages = (
@@ -49,15 +77,18 @@ class PagedMLALayer(CacheLayerMixin):
                     f"{name} of layer {self.layer_idx} has shape {tuple(tensor.shape)}; a PagedMLACache holds "
                     "latents, [batch, 1, tokens, values]: it serves models with multi-head latent attention only"
                 )
-        self.layout = EntryLayout(
-            kv_lora_rank=key_states.shape[-1],
-            qk_rope_head_dim=value_states.shape[-1],
+        self.lay_out(key_states.shape[-1], value_states.shape[-1], key_states.dtype, key_states.device)
+
+    def lay_out(self, kv_lora_rank: int, qk_rope_head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Take geometry, the latents' dtype, and the device; no blocks yet."""
+        self.store.layout = EntryLayout(
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
             block_size=self.block_size,
             entry_alignment=self.entry_alignment,
-            dtype=self.dtype or key_states.dtype,
+            dtype=self.dtype or dtype,
         )
-        self.device = key_states.device
-        self.pages = self.layout.allocate(0, self.device)
+        self.store.pages = self.store.layout.allocate(0, device)
         self.is_initialized = True
 
     @property
@@ -93,7 +124,7 @@ class PagedMLALayer(CacheLayerMixin):
             return
         pages = self.layout.allocate(num_blocks, self.device)
         pages[: self.pages.shape[0]].copy_(self.pages)
-        self.pages = pages
+        self.store.pages = pages
 
     def copy_blocks(self, copies: list[tuple[int, int]], num_blocks: int) -> None:
         """Copy whole blocks, [(source, target)], as copy-on-write needs."""

@@ -20,6 +20,7 @@ from .build import layers_of, new_layer
 from .gradient import refuse_gradient
 from .indexed import PagedIndexedLayer
 from .layer import PagedMLALayer
+from .ledger import Ledger
 from .mask_check import MaskCheck
 from .report import MemoryReport, report_html, report_line
 from .sequences import SequenceTable
@@ -79,6 +80,7 @@ class PagedMLACache(Cache):
         self.table = SequenceTable(block_size, max_blocks)
         self._step: StepPlan | None = None  # between begin_step and end_step
         self._plain_step: StepPlan | None = None  # the last one of an unpatched model
+        self.ledger: Ledger | None = None  # what the rows say, while blocks of a pool become known by it
         self._spoiled = False  # a pass failed that can't be undone
         self.runs_ahead = False  # decode steps are planned before their masks are read: see begin_step
         self._kept_there: tuple[torch.Tensor, torch.Tensor] | None = None  # table.kept and its copy on the device
@@ -294,6 +296,18 @@ class PagedMLACache(Cache):
             if isinstance(layer, PagedIndexedLayer):
                 layer.crop_indexer(self.table.length)
 
+    def note(self, call: dict) -> None:
+        """A step has run, of these arguments by name: let the ledger, which there is, know what the rows say."""
+        assert self.ledger is not None
+        embeds = call.get("inputs_embeds")
+        self.ledger.note(call["input_ids"] if embeds is None else embeds, call.get("position_ids"))
+
+    def attach(self, rows: list[list[int]], kept: torch.Tensor) -> None:
+        """Begin with tokens that the pool holds already; see `SequenceTable.attach`."""
+        self.table.attach(rows, kept)
+        for layer in self.mla_layers:
+            layer.length = self.table.length
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,8 +364,12 @@ class PagedMLACache(Cache):
         """
         count = compat.columns_to_crop(tokens_to_remove, self.table.length)
         if count:
+            if self.ledger is not None:
+                self.ledger.flush()
             self.table.crop(count)
             self._trim()
+            if self.ledger is not None:
+                self.ledger.crop()
         for layer in self.layers:
             if not isinstance(layer, PagedMLALayer):
                 layer.crop(-count)
@@ -362,6 +380,9 @@ class PagedMLACache(Cache):
             self.reset()
             return
         if self.table.length:
+            if self.ledger is not None:
+                self.ledger.flush()
+                self.ledger.select(list(indices))
             self.table.select(indices)
         for layer in self._stock_layers:
             change(layer)
@@ -391,6 +412,8 @@ class PagedMLACache(Cache):
         self.__dict__.pop("_thread", None)
         self._spoiled = False
         self.table.reset()
+        if self.ledger is not None:
+            self.ledger.reset()
         for layer in self.layers:
             if not isinstance(layer, PagedMLALayer):
                 layer.reset()

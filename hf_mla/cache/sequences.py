@@ -48,13 +48,15 @@ class SequenceTable:
     Args:
         block_size: Tokens a block.
         max_blocks: Blocks the pool may grow to, or None.
+        allocator: Blocks shared with other tables, in place of a pool of one's own.
     """
 
     _table: torch.Tensor
 
-    def __init__(self, block_size: int, max_blocks: int | None = None):
+    def __init__(self, block_size: int, max_blocks: int | None = None, allocator: BlockAllocator | None = None):
         self.block_size = block_size
-        self.allocator = BlockAllocator(block_size, max_blocks)
+        self.allocator = allocator or BlockAllocator(block_size, max_blocks)
+        self.alone = allocator is None
         self.reset(release=False)
 
     def reset(self, release: bool = True) -> None:
@@ -115,13 +117,25 @@ class SequenceTable:
         if kept is None and bool(attention_mask.all()):
             return None, True
         mask = attention_mask.to(torch.bool).cpu()
-        seen = self._kept_columns(batch_size)
+        seen = self.kept_columns(batch_size)
         if bool((mask[:, :past] & ~seen).any()):
             raise ValueError(
                 "attention_mask unmasks earlier tokens that were masked when the cache saw them, so they were not "
                 "stored; allowed: a mask whose past stays masked, or a new cache"
             )
         return mask[:, past:], not bool((seen & ~mask[:, :past]).any())
+
+    def attach(self, rows: list[list[int]], kept: torch.Tensor) -> None:
+        """Begin with tokens that are stored already: blocks of each row, which this table is now a user of.
+
+        Args:
+            rows: Just the blocks that each row's stored tokens need; a last one may hold more than is used.
+            kept: [B, L] bool on the host, the columns that are stored.
+        """
+        assert not self.rows
+        self.rows, self.stored, self.length = rows, kept.sum(1).tolist(), kept.shape[1]
+        self.kept = None if bool(kept.all()) else kept
+        self._invalidate()
 
     def extend(self, new_kept: torch.Tensor | None, batch_size: int, num_new: int) -> Extension:
         """Append `num_new` columns to every row, of which those marked in `new_kept` [B, q] (host, bool) are stored.
@@ -165,7 +179,7 @@ class SequenceTable:
             if not count or self.stored[b] % self.block_size == 0:
                 continue
             last = self.rows[b][-1]
-            left = users.setdefault(last, self.allocator.users[last])
+            left = users.setdefault(last, self.allocator.holders(last))
             if left > 1:
                 users[last] = left - 1
                 writers.append(b)
@@ -201,10 +215,10 @@ class SequenceTable:
 
     def _remember(self, new_kept: torch.Tensor | None, num_new: int) -> None:
         if new_kept is not None:
-            self.kept = torch.cat([self._kept_columns(len(self.rows)), new_kept], dim=1)
+            self.kept = torch.cat([self.kept_columns(len(self.rows)), new_kept], dim=1)
         self.length += num_new
 
-    def _kept_columns(self, rows: int) -> torch.Tensor:
+    def kept_columns(self, rows: int) -> torch.Tensor:
         """[B, L] bool on the host, B = `rows`: whether a column is stored."""
         if self.kept is None:
             return _all_kept(rows, self.length)
@@ -212,7 +226,7 @@ class SequenceTable:
 
     def slots_of_columns(self) -> torch.Tensor:
         """[B, L] int64 on the host: the slot of each padded column, -1 where it isn't stored."""
-        kept = self._kept_columns(len(self.rows))
+        kept = self.kept_columns(len(self.rows))
         return self._slots(kept.cumsum(1) - 1).masked_fill(~kept, -1)
 
     def _slots(self, position: torch.Tensor) -> torch.Tensor:
@@ -285,9 +299,11 @@ class SequenceTable:
             assert len(row) == -(-stored // self.block_size), "a row has more or fewer blocks than its tokens need"
             for block in row:
                 users[block] = users.get(block, 0) + 1
-        assert users == self.allocator.users, "the reference counts aren't the rows' uses"
+        if self.alone:
+            assert users == self.allocator.users, "the reference counts aren't the rows' uses"
+        assert all(self.allocator.users[block] >= count for block, count in users.items()), "a row's block may go"
         if self.kept is not None:
             assert self.kept.shape[0] == len(self.rows) and self.kept.shape[1] <= self.length
-            assert self._kept_columns(len(self.rows)).sum(1).tolist() == self.stored
+            assert self.kept_columns(len(self.rows)).sum(1).tolist() == self.stored
         for b, row in enumerate(self.rows):
             assert self.table[b, : len(row)].tolist() == row, "the table isn't the rows"

@@ -1,0 +1,126 @@
+"""What the latents of a text depend on beside its tokens: weights, config, adapters, and whoever changes activations.
+
+Weights are told apart by their values, so a fingerprint holds from one process to the next. Reading all of them takes
+one pass over their memory, so it is done again only when something looks changed: an address, a version counter, an
+adapter's state, a module's number (an epsilon, a scale), or one of the values that are sampled from every tensor.
+"""
+
+import hashlib
+import json
+import uuid
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SAMPLES = 64  # of each tensor
+RUN = 64  # neighbouring values that are summed before they are weighted by place
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # spreads places over 64 bits; products wrap
+
+# What a config says that has no part in a forward pass.
+UNRELATED = (
+    "transformers_version",
+    "dtype",
+    "use_cache",
+    "architectures",
+    "id2label",
+    "label2id",
+    "attn_implementation",
+)
+
+# Numbers of modules that change by themselves or have no part in a forward pass.
+IDLE_NUMBERS = ("training", "gradient_checkpointing", "max_seq_len_cached")
+
+_process = uuid.uuid4().hex  # of what has no meaning in another process
+_seen: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, bytes]]" = weakref.WeakKeyDictionary()
+
+
+def fingerprint(decoder: nn.Module) -> bytes:
+    """32 bytes that are the same for equal weights, config, adapters and hooks.
+
+    Raises:
+        ValueError: Weights that aren't at hand, as under CPU offload.
+    """
+    tensors = _tensors_of(decoder)
+    switches = _config_of(decoder), _numbers_of(decoder), _switches_of(decoder)
+    addresses = tuple((name, id(t), t.data_ptr(), _version_of(t), t.dtype) for name, t in tensors)
+    state = addresses, switches, _samples(tensors)
+    seen = _seen.get(decoder)
+    if seen is not None and seen[0] == state:
+        return seen[1]
+    digest = hashlib.sha256(repr(switches).encode())
+    for name, tensor in tensors:
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), _checksum(tensor))).encode())
+    _seen[decoder] = state, digest.digest()
+    return digest.digest()
+
+
+def _numbers_of(decoder: nn.Module) -> tuple:
+    return tuple(
+        (name, attribute, value)
+        for name, module in decoder.named_modules()
+        for attribute, value in sorted(module.__dict__.items())
+        if type(value) in (int, float, bool) and not attribute.startswith("_") and attribute not in IDLE_NUMBERS
+    )
+
+
+def _config_of(decoder: Any) -> str:
+    values = {k: v for k, v in decoder.config.to_dict().items() if k not in UNRELATED and not k.startswith("_")}
+    return json.dumps([type(decoder).__name__, values], sort_keys=True, default=str)
+
+
+def _tensors_of(decoder: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = [*decoder.named_parameters(), *decoder.named_buffers()]
+    missing = [name for name, tensor in named if tensor.is_meta]
+    if missing:
+        raise ValueError(
+            f"model: {missing[0]} and {len(missing) - 1} more weights are offloaded, so what the model computes can't "
+            "be told; a pool of prefixes needs all of them in memory"
+        )
+    return [(name, tensor.to_local() if hasattr(tensor, "to_local") else tensor) for name, tensor in named]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _samples(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
+    """Some values of every tensor: edits through `.data` leave no other trace."""
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for _, tensor in tensors:
+        flat = _integers(tensor)
+        groups.setdefault((flat.device, flat.dtype), []).append(flat[:: max(1, len(flat) // SAMPLES)])
+    return b"".join(torch.cat(parts).cpu().numpy().tobytes() for parts in groups.values())
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's bits, [n]."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(INTEGERS[flat.element_size()]) if flat.element_size() in INTEGERS else flat.view(torch.uint8)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of values and, but for neighbours, their places; integers, so the same on every device."""
+    flat = _integers(tensor)
+    whole = len(flat) // RUN * RUN
+    sums = torch.cat([flat[:whole].view(-1, RUN).sum(1, dtype=torch.int64), flat[whole:].to(torch.int64)])
+    places = torch.arange(1, len(sums) + 1, device=flat.device) * ODD
+    return int((sums * (places ^ (places >> 29))).sum())
+
+
+def _switches_of(decoder: nn.Module) -> tuple:
+    """Which adapters act and how much, and hooks, which are known to this process alone."""
+    found: list[Any] = []
+    for name, module in decoder.named_modules():
+        if hasattr(module, "merged_adapters"):
+            attributes = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+            found.append((name, *(repr(getattr(module, attribute, None)) for attribute in attributes)))
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        hooks = [
+            h for h in hooks if not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing")
+        ]
+        if hooks:
+            found.append((name, _process, *map(id, hooks)))
+    return tuple(found)
