@@ -249,7 +249,7 @@ def _attend(
     nope, rope = module.qk_nope_head_dim, layer.layout.qk_rope_head_dim
     q_nope, q_pe = query.split([nope, rope], dim=-1)
     weights = absorbed_weights(module.kv_b_proj, nope, module.v_head_dim, layer.layout.kv_lora_rank, query)
-    dtype = layer.layout.dtype
+    dtype = layer.layout.compute_dtype(query.dtype)
     q_latent, q_pe = absorb_query(q_nope, weights).to(dtype), q_pe.transpose(1, 2).to(dtype)
     if indices is None:
         plan = step.plan.decode_plan(layer.layout, query.shape[1], layer.device)

@@ -14,7 +14,7 @@ ENVIRONMENT: dict[str, str] = {
 
 BACKENDS = ("auto", *kernels.BACKENDS)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def _backend_of_environment() -> str:
@@ -43,7 +43,8 @@ class MLAConfig:
         block_size: Tokens a block of the cache holds; one of 16, 32, 64, 128, 256.
         entry_alignment: Bytes that one token's entry (latent and rope part) is padded to a multiple of; a power of two
             from 16 (packed, for the usual sizes) to 4096. 256 turns DeepSeek's 576 bf16 values into 640.
-        cache_dtype: Type in which latents are stored; None keeps the model's own.
+        cache_dtype: Type in which latents are stored; None keeps the model's own. torch.float8_e4m3fn stores them in 8
+            bits with a scale a token, and the rope parts in bf16: 656 bytes of DeepSeek's 1152, at some loss.
         max_tokens: Tokens the pool of one cache may hold over all rows, or None to grow as needed.
         graphs: Replay decode steps as CUDA graphs where they can be captured; False runs every step from Python.
         fused: Run decode steps on GPUs in few kernels, in bf16 and fp16, where the model's modules are known; False

@@ -126,7 +126,8 @@ class FusedAttention(StandIn):
         norm = module.kv_a_layernorm
         if args or layer is None or not is_plain(hidden_states, norm.weight) or not is_bare(norm):
             return NotImplemented
-        if kind_of(norm) != "norm" or hidden_states.dtype != layer.layout.dtype or position_embeddings is None:
+        dtype = layer.layout.compute_dtype(hidden_states.dtype)
+        if kind_of(norm) != "norm" or hidden_states.dtype != dtype or position_embeddings is None:
             return NotImplemented
         rope, cos, sin = self.angles(module, position_embeddings)
         rows, rope_dim = hidden_states.shape[0], module.qk_rope_head_dim
@@ -138,7 +139,7 @@ class FusedAttention(StandIn):
         else:
             q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
         compressed = module.kv_a_proj_with_mqa(hidden_states)
-        if not is_plain(q) or not is_plain(compressed) or not q.dtype == compressed.dtype == layer.layout.dtype:
+        if not is_plain(q) or not is_plain(compressed) or not q.dtype == compressed.dtype == dtype:
             return NotImplemented
         q = q.reshape(rows, -1, module.qk_head_dim)
         layer.grow(step.plan.num_blocks)
@@ -158,6 +159,8 @@ class FusedAttention(StandIn):
             return None
         layer = step.cache.layers[module.layer_idx]
         if not isinstance(layer, PagedMLALayer) or layer.layout is None:
+            return None
+        if not kernels.triton_serves(layer.device, layer.layout.dtype):
             return None
         sizes = layer.layout.kv_lora_rank, layer.layout.qk_rope_head_dim
         return layer if sizes == (module.kv_lora_rank, module.qk_rope_head_dim) else None

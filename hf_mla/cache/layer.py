@@ -142,8 +142,8 @@ class PagedMLALayer(CacheLayerMixin):
         self.grow(step.num_blocks)
         kernels.write_latents(
             self.pages,
-            ckv.flatten(0, 2).to(self.layout.dtype),
-            k_pe.flatten(0, 2).to(self.layout.dtype),
+            ckv.flatten(0, 2).to(self.layout.compute_dtype(ckv.dtype)),
+            k_pe.flatten(0, 2).to(self.layout.compute_dtype(ckv.dtype)),
             step.on(self.device).slot_mapping,
             base=step.base_of(self.layer_idx),
         )

@@ -3,11 +3,15 @@
 entry   [ ckv: kv_lora_rank | k_pe: qk_rope_head_dim | padding ]     one token of one layer
 block   [block_size, entry]                                          starts at a multiple of 256 bytes
 pages   [num_blocks, block_size, entry]                              one tensor a layer
+
+8-bit entries (float8_e4m3fn) hold ckv in 8 bits, k_pe in 16 and a scale: see `kernels/fp8.py`.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from ..kernels import fp8
 
 BLOCK_ALIGNMENT = 256  # bytes; what TMA descriptors and 128-byte cache lines ask for, with room
 
@@ -34,7 +38,13 @@ class EntryLayout:
     def entry_values(self) -> int:
         """Values from one token's entry to the next."""
         bytes_used = (self.kv_lora_rank + self.qk_rope_head_dim) * self.dtype.itemsize
+        if self.dtype == fp8.FP8:
+            bytes_used = fp8.entry_bytes(self.kv_lora_rank, self.qk_rope_head_dim)
         return -(-bytes_used // self.entry_alignment) * self.entry_alignment // self.dtype.itemsize
+
+    def compute_dtype(self, given: torch.dtype) -> torch.dtype:
+        """In which queries and new latents, `given` in another, come to the pages: theirs, unless they quantise."""
+        return given if self.dtype == fp8.FP8 else self.dtype
 
     @property
     def block_bytes(self) -> int:

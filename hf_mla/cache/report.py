@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedConfig
 
 from .. import compat
@@ -12,10 +13,10 @@ from .sequences import SequenceTable
 
 
 def _expanded_bytes(config: PreTrainedConfig, layer_idx: int, layout: EntryLayout) -> int:
-    """Bytes of one token's expanded key and value in a layer."""
+    """Bytes of one token's expanded key and value in a layer, in the latents' dtype, or bf16 where that is 8-bit."""
     layer = compat.layer_config(config, layer_idx)
     head_values = layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim
-    return layer.num_attention_heads * head_values * layout.dtype.itemsize
+    return layer.num_attention_heads * head_values * layout.compute_dtype(torch.bfloat16).itemsize
 
 
 @dataclass(frozen=True)

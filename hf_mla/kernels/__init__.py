@@ -4,7 +4,7 @@ Shapes: B rows (sequences), Sq query tokens a row in this step, H heads, R = kv_
 N blocks of S = block_size tokens, M block-table columns.
 
 - pages [N, S, >= R+P]: last dimension contiguous, any block and entry stride; an entry is
-  [ckv (R) | k_pe (P) | padding].
+  [ckv (R) | k_pe (P) | padding], or, where pages are float8_e4m3fn, what `fp8` says.
 - block_table [B, M] int32 or int64: columns beyond a row's length may hold anything and are never followed.
 - kv_lens [B, Sq] int32: stored tokens that a query sees, non-decreasing along Sq; causality is expressed by it alone.
 - What unused slots hold (NaN included) never reaches an output.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import reference
+from . import fp8, reference
 from .problem import Problem, Step
 
 __all__ = [
@@ -35,12 +35,14 @@ __all__ = [
     "gather_latents",
     "plan",
     "resolve_backend",
+    "triton_serves",
     "write_latents",
 ]
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("reference", "triton", "flashinfer")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,15 @@ def available_backends() -> dict[str, str | None]:
     if reasons["flashinfer"] is None and device.type != "cuda":
         reasons["flashinfer"] = "flashinfer needs a CUDA device"
     return reasons
+
+
+def triton_serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernels can read and write pages of `dtype` on `device`."""
+    if dtype == torch.float64 or _import_error("triton") is not None:
+        return False
+    from . import triton_decode
+
+    return triton_decode.check(device, dtype) is None
 
 
 def _reason(name: str, problem: Problem) -> str | None:
@@ -153,8 +164,8 @@ def _resolve(name: str, problem: Problem, graph: bool = False) -> str:
 
 
 def _check_problem(problem: Problem) -> None:
-    if problem.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype must be float64, float32, float16 or bfloat16, got {problem.dtype}")
+    if problem.dtype not in (*FLOATS, fp8.FP8):
+        raise ValueError(f"dtype must be float64, float32, float16, bfloat16 or float8_e4m3fn, got {problem.dtype}")
     if problem.num_heads < 1 or problem.kv_lora_rank < 1 or problem.qk_rope_head_dim < 0:
         raise ValueError(
             "num_heads and kv_lora_rank must be positive and qk_rope_head_dim not negative, got "
@@ -243,13 +254,15 @@ def _check_decode(plan: DecodePlan, q_latent: torch.Tensor, q_pe: torch.Tensor, 
     ):
         if tensor.shape != (*lead, width):
             raise ValueError(f"{name} must be {[*lead, width]} as planned, got {list(tensor.shape)}")
-        if tensor.dtype != problem.dtype or tensor.device != problem.device:
+        wanted = problem.dtype if problem.dtype != fp8.FP8 else q_latent.dtype
+        if tensor.dtype != wanted or wanted not in FLOATS or tensor.device != problem.device:
             raise ValueError(
-                f"{name} must be {problem.dtype} on {problem.device} as planned, got {tensor.dtype} on {tensor.device}"
+                f"{name} must be {wanted if wanted in FLOATS else FLOATS} on {problem.device} as planned, got "
+                f"{tensor.dtype} on {tensor.device}"
             )
         if width > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, its stride is {tensor.stride(-1)}")
-    _check_pages(pages, problem.kv_lora_rank + problem.qk_rope_head_dim)
+    _check_pages(pages, problem.kv_lora_rank, problem.qk_rope_head_dim)
     if pages.dtype != problem.dtype or pages.device != problem.device or pages.shape[1] != problem.block_size:
         raise ValueError(
             f"pages must be {problem.dtype} on {problem.device} with blocks of {problem.block_size} as planned, got "
@@ -257,12 +270,15 @@ def _check_decode(plan: DecodePlan, q_latent: torch.Tensor, q_pe: torch.Tensor, 
         )
 
 
-def _check_pages(pages: torch.Tensor, width: int) -> None:
+def _check_pages(pages: torch.Tensor, rank: int, rope: int) -> None:
+    width = rank + rope if pages.dtype != fp8.FP8 else fp8.entry_bytes(rank, rope)
     if pages.dim() != 3 or pages.shape[2] < width or pages.stride(2) != 1:
         raise ValueError(
             f"pages must be [N, S, at least {width}] and contiguous in the last dimension, got {list(pages.shape)} "
             f"with strides {list(pages.stride())}"
         )
+    if pages.dtype == fp8.FP8 and (pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16):
+        raise ValueError(f"pages of 8 bits must begin each entry at a multiple of 16 bytes, strides: {pages.stride()}")
 
 
 def decode(
@@ -275,7 +291,8 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One layer's attention of the planned step, in the absorbed form (scores over [ckv | k_pe], values are ckv).
 
-    q_latent [B, Sq, H, R] and q_pe [B, Sq, H, P] in pages' dtype, last dimension contiguous. Returns out [B, Sq, H, R]
+    q_latent [B, Sq, H, R] and q_pe [B, Sq, H, P] in pages' dtype (any other of one dtype where pages are 8-bit), last
+    dimension contiguous. Returns out [B, Sq, H, R]
     in that dtype, contiguous, and lse [B, Sq, H] float32 (natural log). Length 0: out 0, lse -inf.
 
     `base` [1] int64 on the device holds the address of the pages, for graphs that outlive them (triton only); `pages`
@@ -305,7 +322,7 @@ def write_latents(
     slot_mapping: torch.Tensor,
     base: torch.Tensor | None = None,
 ) -> None:
-    """Store new latents ckv [T, R] and k_pe [T, P] (pages' dtype, any row stride) in pages.
+    """Store new latents ckv [T, R] and k_pe [T, P] (pages' dtype, or any for 8-bit pages; any row stride) in pages.
 
     slot_mapping [T] int64 on pages' device is block * S + offset, or -1 for a token that is not stored. Exactly R+P
     values of a slot change. No two tokens may share a slot. `base` as for `decode`.
@@ -317,12 +334,15 @@ def write_latents(
         )
     if slot_mapping.dtype != torch.int64:
         raise ValueError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if ckv.dtype != pages.dtype or k_pe.dtype != pages.dtype:
-        raise ValueError(f"ckv and k_pe must be {pages.dtype} as pages are, got {ckv.dtype} and {k_pe.dtype}")
-    _check_pages(pages, ckv.shape[1] + k_pe.shape[1])
+    wanted = pages.dtype if pages.dtype != fp8.FP8 else ckv.dtype
+    if ckv.dtype != wanted or k_pe.dtype != wanted or wanted not in FLOATS:
+        raise ValueError(
+            f"ckv and k_pe must be of one dtype, for {pages.dtype} pages, got {ckv.dtype} and {k_pe.dtype}"
+        )
+    _check_pages(pages, ckv.shape[1], k_pe.shape[1])
     if {ckv.device, k_pe.device, slot_mapping.device} != {pages.device}:
         raise ValueError(f"ckv, k_pe and slot_mapping must be on {pages.device} as pages are")
-    if pages.device.type == "cuda" and _import_error("triton") is None and pages.dtype != torch.float64:
+    if pages.device.type == "cuda" and ckv.dtype != torch.float64 and triton_serves(pages.device, pages.dtype):
         from . import triton_write
 
         # A row of one value may have any last stride; the kernel steps by 1.

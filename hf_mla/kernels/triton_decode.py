@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from . import fp8
 from .problem import Problem, Step
+from .triton_decode_fp8 import decode_fp8_kernel
+from .triton_decode_tile import load_tile, scores, store, values
 from .triton_plan import (
     DecodeConfig,
     Slices,
@@ -35,45 +39,6 @@ from .triton_plan import (
 )
 
 LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _load_tile(base, rows, live, col0, width: tl.constexpr, size: tl.constexpr):
-    """[rows, width] values from base + rows + col0; dead rows and columns beyond `size` read as zero, never NaN."""
-    cols = tl.arange(0, width)
-    mask = live[:, None]
-    if size < width:
-        mask = mask & (cols < size)[None, :]
-    return tl.load(base + rows[:, None] + (col0 + cols)[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _scores(q, k, acc, HEADS_AS_COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
-    if HEADS_AS_COLUMNS:
-        acc = tl.dot(k, tl.trans(q), acc, input_precision=PRECISION)
-    else:
-        acc = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def _values(p, k, acc, HEADS_AS_COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
-    if HEADS_AS_COLUMNS:
-        acc = tl.dot(tl.trans(k), p, acc, input_precision=PRECISION)
-    else:
-        acc = tl.dot(p, k, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def _store(ptr, rows, live, acc, col0, width: tl.constexpr, size: tl.constexpr, HEADS_AS_COLUMNS: tl.constexpr):
-    cols = tl.arange(0, width)
-    if HEADS_AS_COLUMNS:
-        acc = tl.trans(acc)
-    mask = live[:, None]
-    if size < width:
-        mask = mask & (cols < size)[None, :]
-    tl.store(ptr + rows[:, None] + (col0 + cols)[None, :], acc.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -107,16 +72,16 @@ def _decode_kernel(
     stop = tl.minimum(start + share, longest)
 
     q_rows = batch * q_sb + token_of_row * q_ss + head * q_sh
-    q0 = _load_tile(q_ptr, q_rows, live_row, 0, R0, RANK)
+    q0 = load_tile(q_ptr, q_rows, live_row, 0, R0, RANK)
     acc_shape_h: tl.constexpr = R0 if HEADS_AS_COLUMNS else BLOCK_H
     acc_shape_n: tl.constexpr = BLOCK_H if HEADS_AS_COLUMNS else R0
     acc0 = tl.zeros([acc_shape_h, acc_shape_n], dtype=tl.float32)
     if R1 > 0:
-        q1 = _load_tile(q_ptr, q_rows, live_row, R0, R1, RANK - R0)
+        q1 = load_tile(q_ptr, q_rows, live_row, R0, R1, RANK - R0)
         acc1 = tl.zeros([R1 if HEADS_AS_COLUMNS else BLOCK_H, BLOCK_H if HEADS_AS_COLUMNS else R1], dtype=tl.float32)
     if ROPE > 0:
         qpe_rows = batch * qpe_sb + token_of_row * qpe_ss + head * qpe_sh
-        q_pe = _load_tile(qpe_ptr, qpe_rows, live_row, 0, ROPE_PAD, ROPE)
+        q_pe = load_tile(qpe_ptr, qpe_rows, live_row, 0, ROPE_PAD, ROPE)
     biggest = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
 
@@ -137,15 +102,15 @@ def _decode_kernel(
             ids = tl.load(table_row + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             base = pages_ptr
             entries = ids * pages_sb + tokens % BLOCK_SIZE * ENTRY
-        k0 = _load_tile(base, entries, live, 0, R0, RANK)
+        k0 = load_tile(base, entries, live, 0, R0, RANK)
         s = tl.zeros([BLOCK_N if HEADS_AS_COLUMNS else BLOCK_H, BLOCK_H if HEADS_AS_COLUMNS else BLOCK_N], tl.float32)
-        s = _scores(q0, k0, s, HEADS_AS_COLUMNS, PRECISION)
+        s = scores(q0, k0, s, HEADS_AS_COLUMNS, PRECISION)
         if R1 > 0:
-            k1 = _load_tile(base, entries, live, R0, R1, RANK - R0)
-            s = _scores(q1, k1, s, HEADS_AS_COLUMNS, PRECISION)
+            k1 = load_tile(base, entries, live, R0, R1, RANK - R0)
+            s = scores(q1, k1, s, HEADS_AS_COLUMNS, PRECISION)
         if ROPE > 0:
-            k_pe = _load_tile(base, entries, live, RANK, ROPE_PAD, ROPE)
-            s = _scores(q_pe, k_pe, s, HEADS_AS_COLUMNS, PRECISION)
+            k_pe = load_tile(base, entries, live, RANK, ROPE_PAD, ROPE)
+            s = scores(q_pe, k_pe, s, HEADS_AS_COLUMNS, PRECISION)
 
         visible = tl.expand_dims(tokens, head_axis) < tl.expand_dims(seen, token_axis)
         s = tl.where(visible, s * qk_scale, float("-inf"))
@@ -157,9 +122,9 @@ def _decode_kernel(
         biggest = new_biggest
         total = total * fade + tl.sum(p, axis=token_axis)
         p = p.to(k0.dtype)
-        acc0 = _values(p, k0, acc0 * tl.expand_dims(fade, token_axis), HEADS_AS_COLUMNS, PRECISION)
+        acc0 = values(p, k0, acc0 * tl.expand_dims(fade, token_axis), HEADS_AS_COLUMNS, PRECISION)
         if R1 > 0:
-            acc1 = _values(p, k1, acc1 * tl.expand_dims(fade, token_axis), HEADS_AS_COLUMNS, PRECISION)
+            acc1 = values(p, k1, acc1 * tl.expand_dims(fade, token_axis), HEADS_AS_COLUMNS, PRECISION)
 
     some = total > 0.0
     inverse = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
@@ -169,10 +134,10 @@ def _decode_kernel(
     # An empty slice of several leaves its partial unwritten: the merge reads only slices with a finite lse.
     if (splits == 1) | (start < stop):
         acc0 = acc0 * tl.expand_dims(inverse, token_axis)
-        _store(out_ptr, out_rows * RANK, live_row, acc0, 0, R0, RANK, HEADS_AS_COLUMNS)
+        store(out_ptr, out_rows * RANK, live_row, acc0, 0, R0, RANK, HEADS_AS_COLUMNS)
         if R1 > 0:
             acc1 = acc1 * tl.expand_dims(inverse, token_axis)
-            _store(out_ptr, out_rows * RANK, live_row, acc1, R0, R1, RANK - R0, HEADS_AS_COLUMNS)
+            store(out_ptr, out_rows * RANK, live_row, acc1, R0, R1, RANK - R0, HEADS_AS_COLUMNS)
 
 
 @triton.jit
@@ -207,9 +172,16 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this backend can't serve `dtype` on `device`, or None."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         return f"triton needs a CUDA device (or TRITON_INTERPRET=1), got {device}"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"triton serves float32, float16 and bfloat16, got {dtype}"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, fp8.FP8):
+        return f"triton serves float32, float16, bfloat16 and float8_e4m3fn, got {dtype}"
+    if dtype == fp8.FP8 and device.type == "cuda" and _capability(device) < (8, 9):
+        return f"triton serves {dtype} from compute capability 8.9 on"
     return None
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def plan_slices(problem: Problem, step: Step) -> Slices:
@@ -242,6 +214,8 @@ def decode(
     base: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q_latent [B, Sq, H, R], q_pe [B, Sq, H, P] over pages [N, S, >= R+P] through block_table [B, M].
+
+    Pages may be 8-bit (see `fp8`) under queries of any dtype that Triton serves.
 
     kv_lens [B, Sq] int32/int64 on the device; `slices` cuts the rows; `config` is for benchmarks. Returns out
     [B, Sq, H, R] in the queries' dtype and lse [B, Sq, H] float32 (natural log; -inf where a length is 0). Arguments
@@ -276,12 +250,16 @@ def decode(
             )  # fmt: skip
         else:
             first, second = rank_pieces(rank)
-            _decode_kernel[grid](
+            kernel, offsets = _decode_kernel, {}
+            if pages.dtype == fp8.FP8:
+                kernel = decode_fp8_kernel
+                offsets = {"ROPE_AT": fp8.rope_offset(rank), "SCALE_AT": fp8.scale_offset(rank, rope)}
+            kernel[grid](
                 *arguments, ENTRY=pages.stride(1), RANK=rank, R0=first, R1=second, ROPE=rope,
                 ROPE_PAD=max(16, triton.next_power_of_2(rope)), BLOCK_SIZE=pages.shape[1],
                 BLOCK_H=config.block_h, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
                 HEADS_AS_COLUMNS=config.heads_as_columns, INDIRECT=base is not None,
-                PRECISION="ieee" if pages.dtype == torch.float32 else "tf32", num_warps=config.num_warps,
+                PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32", **offsets, num_warps=config.num_warps,
             )  # fmt: skip
         if splits > 1:
             _merge_kernel[(rows, triton.cdiv(rank, 64), batch)](

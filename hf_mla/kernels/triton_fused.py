@@ -15,6 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from . import fp8
+from .triton_write import store_quantised
+
 # Flavours of rope: whether a pair is (i, i + P/2) or (2i, 2i + 1), in the input and in the output.
 ROPES = {"complex": (False, False), "interleave": (False, True), "half": (True, True)}
 
@@ -143,15 +146,16 @@ def _rope_norm_write_kernel(
     eps, num_heads, q_st, q_sh, kv_st, cos_st, cos_sp, sin_st, sin_sp, pages_sb, pages_se, slot_st,
     NOPE: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr,
     SECOND: tl.constexpr, HALVES_IN: tl.constexpr, HALVES_OUT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, INDIRECT: tl.constexpr,
+    BLOCK_H: tl.constexpr, FP8: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, INDIRECT: tl.constexpr,
 ):  # fmt: skip
     """Programs (t, 0) norm, rotate and store token t's latents; programs (t, 1 + i) rotate BLOCK_H heads' queries.
 
     SECOND: where the cosine of a pair's second value is, counted from that of the first. INDIRECT: pages_ptr points
-    to the address of the pages.
+    to the address of the pages. FP8, ROPE_AT, SCALE_AT: as for triton_write's kernel.
     """
     if INDIRECT:
-        pages_ptr = tl.multiple_of(tl.load(pages_ptr).to(tl.pointer_type(kv_ptr.dtype.element_ty)), 16)
+        element: tl.constexpr = tl.float8e4nv if FP8 else kv_ptr.dtype.element_ty
+        pages_ptr = tl.multiple_of(tl.load(pages_ptr).to(tl.pointer_type(element)), 16)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     pair = tl.arange(0, PAIRS_PAD)
@@ -172,10 +176,16 @@ def _rope_norm_write_kernel(
             cols = tl.arange(0, RANK_PAD)
             x = tl.load(kv + cols, mask=cols < RANK, other=0.0)
             weight = tl.load(weight_ptr + cols, mask=cols < RANK, other=0.0)
-            tl.store(entry + cols, _normed(x.to(tl.float32), weight, eps, RANK, x.dtype), mask=cols < RANK)
+            normed = _normed(x.to(tl.float32), weight, eps, RANK, x.dtype)
             a, b = _load_pair(kv + RANK, pair, pair < PAIRS, PAIRS, HALVES_IN)
             rotated_a, rotated_b = a * cos - b * sin, b * cos2 + a * sin2
-            _store_pair(entry + RANK, pair, pair < PAIRS, rotated_a, rotated_b, PAIRS, HALVES_OUT)
+            if FP8:
+                store_quantised(entry, normed, RANK, RANK_PAD, SCALE_AT)
+                k_pe = (entry + ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+                _store_pair(k_pe, pair, pair < PAIRS, rotated_a, rotated_b, PAIRS, HALVES_OUT)
+            else:
+                tl.store(entry + cols, normed, mask=cols < RANK)
+                _store_pair(entry + RANK, pair, pair < PAIRS, rotated_a, rotated_b, PAIRS, HALVES_OUT)
     else:
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         live = (head < num_heads)[:, None] & (pair < PAIRS)[None, :]
@@ -203,7 +213,7 @@ def rope_norm_write(
 
     Args:
         q: [T, H, N + P], last dimension contiguous; only the last P values of a head are read.
-        compressed_kv: [T, R + P], any row stride, of the dtype of q and pages.
+        compressed_kv: [T, R + P], any row stride, of the dtype of q and, unless they are 8-bit, pages.
         weight: [R], kv_a_layernorm's, of that dtype; `eps` is its epsilon.
         cos: [T or 1, P / 2 or P], any strides and float dtype; `sin` likewise. "half" reads all P values.
         rope: A key of `ROPES`.
@@ -232,7 +242,8 @@ def rope_norm_write(
             *pages.stride()[:2], slot_mapping.stride(0),
             NOPE=width - rope_dim, RANK=rank, RANK_PAD=triton.next_power_of_2(rank), PAIRS=pairs,
             PAIRS_PAD=triton.next_power_of_2(pairs), SECOND=pairs if rope == "half" else 0, HALVES_IN=halves_in,
-            HALVES_OUT=halves_out, BLOCK_SIZE=pages.shape[1], BLOCK_H=HEADS_A_PROGRAM, INDIRECT=base is not None,
+            HALVES_OUT=halves_out, BLOCK_SIZE=pages.shape[1], BLOCK_H=HEADS_A_PROGRAM, FP8=pages.dtype == fp8.FP8,
+            ROPE_AT=fp8.rope_offset(rank), SCALE_AT=fp8.scale_offset(rank, rope_dim), INDIRECT=base is not None,
             num_warps=4,
         )  # fmt: skip
     return out

@@ -35,12 +35,15 @@ class DecodeConfig:
     programs_per_sm: int = 1
 
 
-# (most query rows, bytes a value) -> config. The first entry with enough rows wins; the last serves any number of rows
-# in tiles. The first one of 16-bit values fits 99 KiB of shared memory, the second wants Hopper's or Blackwell's 227.
+# (most query rows, bytes a latent value) -> config. The first entry with enough rows wins; the last serves any number
+# of rows in tiles. The first ones fit 99 KiB of shared memory, the second one of 16-bit values wants Hopper's or
+# Blackwell's 227.
 CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (16, 2): DecodeConfig(16, 32, 4, 3, programs_per_sm=2),
     (1 << 30, 2): DecodeConfig(64, 32, 8, 3),
     (1 << 30, 4): DecodeConfig(16, 16, 4, 2),
+    (16, 1): DecodeConfig(16, 32, 4, 2, programs_per_sm=2),
+    (1 << 30, 1): DecodeConfig(32, 32, 8, 2),
 }
 # The same where `hopper_serves` the geometry.
 HOPPER_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
