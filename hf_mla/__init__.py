@@ -8,7 +8,7 @@ from . import compat
 
 compat.check_version()
 
-from . import generation, stopping  # noqa: E402
+from . import compiled, generation, stopping  # noqa: E402
 from .cache import MemoryReport, PagedMLACache, PoolExhausted  # noqa: E402
 from .config import MLAConfig  # noqa: E402
 from .patch import disable, enable, patch, patched, unpatch  # noqa: E402
@@ -30,3 +30,4 @@ __all__ = [
 
 generation.install()
 stopping.install()
+compiled.install()

@@ -10,8 +10,9 @@ from torch import nn
 
 from . import compat
 from .attention import ActiveStep, PatchKey, entered, is_in_use
-from .cache import PagedMLACache
+from .cache import PagedMLACache, tickets
 from .chunks import columns_at_once, may_be_cut, run_in_chunks
+from .compiled import traced_pass
 from .config import MLAConfig
 from .families import Family
 from .graphs import DecodeGraphs
@@ -47,6 +48,7 @@ class DecoderForward:
         # What lay there before may move weights or do anything else that a replay would leave out.
         usable = config.graphs and family.graphs and replaced is None
         self.graphs = DecodeGraphs(config.backend) if usable else None
+        self.ticket = tickets.draw(self)
 
     def __reduce__(self) -> tuple:  # a weak reference can't be copied or pickled
         return DecoderForward, (self.key, self.module(), self.replaced, self.config, self.family)
@@ -60,6 +62,9 @@ class DecoderForward:
         """The decoder's output. A pass over our cache that fails or is interrupted leaves the cache as it was."""
         module: Any = self.module()
         call = compat.bind_forward(module, args, kwargs)
+        if torch.compiler.is_compiling():
+            paged = isinstance(call["cache"], PagedMLACache)
+            return traced_pass(self.ticket, module, call) if paged else self._run(module, args, kwargs)
         size = self._columns_at_once(module, call)
         if size is not None:
             return run_in_chunks(lambda **part: self._planned(module, (), part), call, call["cache"], size)

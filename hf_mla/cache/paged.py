@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from .. import compat
 from ..config import CACHE_DTYPES, MLAConfig
+from . import tickets
 from .build import layers_of, new_layer
 from .gradient import refuse_gradient
 from .indexed import PagedIndexedLayer
@@ -86,7 +87,17 @@ class PagedMLACache(Cache):
         self._kept_there: tuple[torch.Tensor, torch.Tensor] | None = None  # table.kept and its copy on the device
         # _thread, the one that is in a pass, is there from begin_step to end_step only
         self.expected_columns = 0  # blocks that the longest row will have, as far as told by reserve_tokens
+        self._draw_ticket()
         super().__init__(layers=[] if self.model_config is None else layers_of(self.model_config, options))
+
+    def _draw_ticket(self) -> None:
+        """A number of its own as a tensor: a compiled graph would be compiled anew for another number."""
+        with torch.inference_mode(False):
+            self.ticket = torch.tensor(tickets.draw(self), device="cpu")
+
+    def __setstate__(self, state: dict) -> None:  # of a copy
+        self.__dict__.update(state)
+        self._draw_ticket()
 
     def adopt(self, config: PreTrainedConfig) -> None:
         """Lay out the layers as a model's config says, where the cache was made without one and is still empty.
