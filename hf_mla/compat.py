@@ -14,6 +14,9 @@ VERSION = Version(transformers.__version__)
 # 5.24 renamed the forward's argument and the output's attribute `past_key_values` to `cache`.
 CACHE_NAME = "cache" if VERSION >= Version("5.24") else "past_key_values"
 
+# generate's `prefill_chunk_size` begins at column 0 before this, whatever the cache holds.
+CHUNKS_GO_ON = VERSION >= Version("5.23")
+
 
 def check_version() -> None:
     """Refuse a transformers that keeps expanded keys in its caches (before 5.15).

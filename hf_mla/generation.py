@@ -128,6 +128,8 @@ def _from_pools(original: Any) -> Any:
         cache = model_kwargs.get(compat.CACHE_NAME)
         if isinstance(cache, PagedMLACache) and cache in _pools and not cache.get_seq_length():
             _pools[cache].prepare(self, cache, input_ids, model_kwargs)
+            if cache.get_seq_length() and not compat.CHUNKS_GO_ON:
+                generation_config.prefill_chunk_size = None  # of this call's copy; the decoder cuts long passes itself
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     return prefill
