@@ -119,7 +119,7 @@ class PrefixPool:
                         layer.lay_out(*sizes, layout.dtype, devices[layer.layer_idx])
                     layer.grow(self._blocks.num_blocks)
                     assert layer.pages is not None
-                    layer.pages[blocks] = saved.pages(layer.layer_idx)[new].to(layer.device)
+                    layer.pages.view(torch.uint8)[blocks] = saved.pages(layer.layer_idx)[new].to(layer.device)
                 for index, block in zip(new, blocks, strict=True):
                     self._blocks.learn(block, saved.keys[index], root)
             finally:

@@ -74,6 +74,20 @@ def test_another_process_computes_the_same_logits(saved: Any, tmp_path: Path) ->
     assert relative_error(torch.load(tmp_path / "logits"), expected) < 1e-5
 
 
+def test_latents_in_eight_bits_are_kept(tmp_path: Path) -> None:
+    stock, patched = pair()
+    hf_mla.patch(patched, block_size=BLOCK, cache_dtype=torch.float8_e4m3fn)
+    pool, arguments = PrefixPool(), {**batch(ids_of(50, 1), ids_of(70, 2)), "max_new_tokens": 1, **GREEDY}
+    patched.generate(**arguments, past_key_values=pool)
+    again = scores_of(patched.generate(**arguments, past_key_values=pool))
+    assert pool.reused == [48, 64]
+    pool.save(tmp_path / "file", patched)
+    other = PrefixPool()
+    other.load(tmp_path / "file", patched)
+    assert torch.equal(scores_of(patched.generate(**arguments, past_key_values=other)), again)
+    assert other.reused == [48, 64] and relative_error(again, scores_of(stock.generate(**arguments))) < 0.3
+
+
 def refused(pool: PrefixPool, path: Path, model: Any, match: str) -> None:
     before = dict(pool._blocks.block_of), pool._blocks.num_blocks
     with pytest.raises(ValueError, match=match):

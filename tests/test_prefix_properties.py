@@ -141,7 +141,7 @@ class Machine:
                 assert self.blocks.block_of == before
                 return
             self.layer.grow(self.blocks.num_blocks)
-            self.layer.pages[blocks] = saved.pages(0)[new]
+            self.layer.pages.view(torch.uint8)[blocks] = saved.pages(0)[new]
             for i, block in zip(new, blocks, strict=True):
                 self.blocks.learn(block, saved.keys[i], ROOT)
             self.blocks.release(blocks)

@@ -1,7 +1,7 @@
 """Known blocks in a safetensors file.
 
     keys      [N, 32] uint8, the blocks' keys in the order in which they became known
-    pages.i   [N, block_size, entry], what the blocks hold in layer i
+    pages.i   [N, block_size, entry] uint8, the bytes of what the blocks hold in layer i
 
 The metadata tells the format, the root of the keys (a hash of the model's weights, config, adapters and dtypes) and
 the geometry.
@@ -37,7 +37,7 @@ def write_blocks(path: Path, root: bytes, known: Sequence[tuple[bytes, int]], st
     tensors, layouts = {"keys": keys}, []
     for i, store in enumerate(stores):
         assert store.pages is not None and store.layout is not None
-        tensors[f"pages.{i}"] = store.pages[index.to(store.pages.device)].to("cpu")
+        tensors[f"pages.{i}"] = store.pages.view(torch.uint8)[index.to(store.pages.device)].to("cpu")
         layouts.append(_described(store.layout))
     metadata = {"format": FORMAT, "root": root.hex(), "layouts": json.dumps(layouts)}
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
@@ -68,7 +68,7 @@ class SavedBlocks:
         self.layouts = layouts
 
     def pages(self, layer_idx: int) -> torch.Tensor:
-        """[N, block_size, entry] on the host."""
+        """[N, block_size, entry] uint8 on the host."""
         return self.file.get_tensor(f"pages.{layer_idx}")
 
 
@@ -121,7 +121,7 @@ def _parsed(file: Any, metadata: dict[str, str], num_layers: int) -> SavedBlocks
         raise ValueError(f"keys are {list(keys.shape)} {keys.dtype}")
     for i, layout in enumerate(layouts):
         part = file.get_slice(f"pages.{i}")
-        wanted = [len(keys), layout.block_size, layout.entry_values]
-        if part.get_shape() != wanted or file.get_slice(f"pages.{i}")[:0].dtype != layout.dtype:
-            raise ValueError(f"pages.{i} are {part.get_shape()}, not {wanted} of {layout.dtype}")
+        wanted = [len(keys), layout.block_size, layout.entry_values * layout.dtype.itemsize]
+        if part.get_shape() != wanted or part.get_dtype() != "U8":
+            raise ValueError(f"pages.{i} are {part.get_shape()} {part.get_dtype()}, not {wanted} U8")
     return SavedBlocks(file, [bytes(key) for key in keys.tolist()], layouts)
