@@ -74,6 +74,32 @@ def test_loss_over_a_paged_cache_is_the_loss(
     assert plain.per_byte < 1.5  # it is a trained model: an untrained one of this vocabulary pays 2.5 nats and more
 
 
+def test_loss_with_latents_in_eight_bits(patched: Any, tokenizer: Any, held_out: str, recall: ModuleType) -> None:
+    sizes = {"window": 257, "batch_size": 4, "max_tokens": 4 * 256, "chunk": 7}
+
+    def eight_bits() -> Any:
+        return hf_mla.PagedMLACache(dtype=torch.float8_e4m3fn)
+
+    exact = recall.cached_text_loss(patched, tokenizer, held_out, hf_mla.PagedMLACache, **sizes)
+    loss = recall.cached_text_loss(patched, tokenizer, held_out, eight_bits, **sizes)
+    print(f"perplexity: {exact.perplexity:.3f}, with latents in 8 bits {loss.perplexity:.3f}")
+    assert loss.nats != exact.nats
+    assert loss.perplexity == pytest.approx(exact.perplexity, rel=0.01)
+
+
+def test_recall_with_latents_in_eight_bits(patched: Any, tokenizer: Any, held_out: str, recall: ModuleType) -> None:
+    prompts = recall.build_recall_prompts(
+        tokenizer, held_out, length=250, depths=DEPTHS, per_depth=4, facts=4, seed=250
+    )
+    shares = []
+    with hf_mla.patched(load(torch.float32), cache_dtype=torch.float8_e4m3fn) as coarse:
+        for model in (patched, coarse):
+            answers = recall.recall_answers(model, tokenizer, prompts, **PAGED)
+            shares.append(sum(recall.score_recall(prompts, answers).values()) / len(DEPTHS))
+    print(f"recall of one of 4 facts: {shares[0]:.2f}, with latents in 8 bits {shares[1]:.2f}")
+    assert shares[1] >= shares[0] - 0.1
+
+
 @torch.no_grad()
 def token_nats(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """[B, T - 1] loss of each token of `ids` [B, T], all but the first 64 fed one by one over `cache`."""
