@@ -9,13 +9,14 @@ from . import compat
 compat.check_version()
 
 from . import compiled, generation, stopping  # noqa: E402
-from .cache import MemoryReport, PagedMLACache, PoolExhausted  # noqa: E402
+from .cache import HostTier, MemoryReport, PagedMLACache, PoolExhausted  # noqa: E402
 from .config import MLAConfig  # noqa: E402
 from .patch import disable, enable, patch, patched, unpatch  # noqa: E402
 from .pool import PrefixPool  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
+    "HostTier",
     "MLAConfig",
     "MemoryReport",
     "PagedMLACache",

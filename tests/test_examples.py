@@ -57,6 +57,15 @@ def test_generate_refuses_an_unknown_backend() -> None:
     assert "allowed: auto, reference" in done.stderr
 
 
+@needs_model
+@pytest.mark.slow
+def test_chats_take_turns() -> None:
+    done = run("swap_chats.py", "--max-new-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[Moses]") == done.stdout.count("[David]") == 3
+    assert done.stdout.count("tokens; leaves, now HostTier(") == 6
+
+
 @pytest.fixture
 def run_notebook(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, list[dict[str, Any]]]]:
     """What a notebook prints and what it shows, by media type, run from its own folder."""

@@ -88,6 +88,12 @@ class BlockAllocator:
                 del self.users[block]
                 self._free.append(block)
 
+    def shrink(self) -> None:
+        """Give up the whole pool, of which no block is in use."""
+        assert not self.users
+        self.num_blocks = 1
+        self._free.clear()
+
     def holders(self, block: int) -> int:
         """How many need what the block holds; where there are several, it must be copied before it is written."""
         return self.users[block]

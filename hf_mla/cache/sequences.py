@@ -61,9 +61,10 @@ class SequenceTable:
 
     def reset(self, release: bool = True) -> None:
         """Forget every row and free its blocks."""
-        if release:
+        if release and self.away is None:
             for row in self.rows:
                 self.allocator.release(row)
+        self.away: object | None = None  # what holds the blocks while they are swapped out; see `leave`
         self.rows: list[list[int]] = []
         self.stored: list[int] = []
         self.length = 0
@@ -101,6 +102,7 @@ class SequenceTable:
         Raises:
             ValueError: A mask of another shape, or one that unmasks what wasn't stored.
         """
+        self.check_here()
         past, kept = self.length, self.kept
         if attention_mask is None:
             if kept is not None:
@@ -145,6 +147,7 @@ class SequenceTable:
         Raises:
             PoolExhausted: The blocks that are needed can't be had.
         """
+        self.check_here()
         fresh = not self.rows
         if fresh:
             self.rows, self.stored = [[] for _ in range(batch_size)], [0] * batch_size
@@ -236,6 +239,7 @@ class SequenceTable:
 
     def crop(self, num_columns: int) -> None:
         """Remove the last `num_columns` padded columns (0 to L) and free the blocks that become empty."""
+        self.check_here()
         self.length -= num_columns
         if self.kept is None:
             self.stored = [self.length] * len(self.rows)
@@ -271,6 +275,7 @@ class SequenceTable:
         Raises:
             ValueError: An index that isn't a row.
         """
+        self.check_here()
         for index in indices:
             if not 0 <= index < len(self.rows):
                 raise ValueError(f"indices: {index} is not a row of the cache; allowed: 0 to {len(self.rows) - 1}")
@@ -288,12 +293,47 @@ class SequenceTable:
             self.kept = self.kept[torch.tensor(list(indices), dtype=torch.int64, device=HOST)]
         self._invalidate()
 
+    def blocks(self) -> list[int]:
+        """The blocks in use, each once."""
+        return list(dict.fromkeys(block for row in self.rows for block in row))
+
+    def leave(self, away: object) -> None:
+        """Free all blocks, whose copies `away` holds in the order of `blocks`; rows tell places in it meanwhile."""
+        place = {block: i for i, block in enumerate(self.blocks())}
+        for row in self.rows:
+            self.allocator.release(row)
+        self.allocator.shrink()
+        self.rows = [[place[block] for block in row] for row in self.rows]
+        self.away = away
+        self._invalidate()
+
+    def come_back(self, blocks: list[int]) -> None:
+        """Go on with newly allocated `blocks` that hold what had left, in the same order."""
+        self.rows = [[blocks[place] for place in row] for row in self.rows]
+        for row in self.rows:
+            self.allocator.retain(row)
+        self.allocator.release(blocks)
+        self.away = None
+        self._invalidate()
+
+    def check_here(self) -> None:
+        """Raise where the blocks are swapped out.
+
+        Raises:
+            ValueError: They are.
+        """
+        if self.away is not None:
+            raise ValueError(
+                "cache: it is swapped out to host memory; swap it in (HostTier.swap_in) before it is used"
+            )
+
     def _invalidate(self) -> None:
         self._table = torch.full((0, 0), WILD, dtype=torch.int32, device=HOST)
 
     def check(self) -> None:
         """Raise AssertionError if blocks, users, lengths and the remembered mask disagree."""
         self.allocator.check()
+        self.check_here()
         users: dict[int, int] = {}
         for row, stored in zip(self.rows, self.stored, strict=True):
             assert len(row) == -(-stored // self.block_size), "a row has more or fewer blocks than its tokens need"

@@ -34,7 +34,9 @@ __all__ = [
     "decode",
     "gather_latents",
     "plan",
+    "put_blocks",
     "resolve_backend",
+    "take_blocks",
     "triton_serves",
     "write_latents",
 ]
@@ -353,4 +355,6 @@ def write_latents(
 
 
 copy_blocks = reference.copy_blocks
+take_blocks = reference.take_blocks
+put_blocks = reference.put_blocks
 gather_latents = reference.gather_latents

@@ -103,6 +103,24 @@ def copy_blocks(pages: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> No
     pages.index_copy_(0, dst, pages.index_select(0, src))
 
 
+def _blocks(pages: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous pages [N, S, E] and `packed` uint8 as rows of a block each, in 8-byte words, which move fast."""
+    words = pages.view(len(pages), -1).view(torch.int64)
+    return words, packed.view(torch.int64).view(-1, words.shape[1])
+
+
+def take_blocks(pages: torch.Tensor, blocks: torch.Tensor, packed: torch.Tensor) -> None:
+    """Copy blocks [C] (int64, on pages' device) one behind the other into `packed`, uint8 of as many bytes."""
+    words, rows = _blocks(pages, packed)
+    torch.index_select(words, 0, blocks, out=rows)
+
+
+def put_blocks(pages: torch.Tensor, blocks: torch.Tensor, packed: torch.Tensor) -> None:
+    """The other way round: what `take_blocks` packed, into blocks [C]."""
+    words, rows = _blocks(pages, packed)
+    words.index_copy_(0, blocks, rows)
+
+
 def gather_latents(
     pages: torch.Tensor, slots: torch.Tensor, kv_lora_rank: int, qk_rope_head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
