@@ -22,17 +22,38 @@ class AbsorbedWeights(NamedTuple):
     bias_v: torch.Tensor | None
 
 
+def _spoken_weight(linear: Any, weight: torch.Tensor) -> torch.Tensor | None:
+    """[out, rank] that a quantised layer says its weight stands for, or None where it doesn't say.
+
+    Better than what it makes of the identity: layers that quantise their inputs, too, round or clip that.
+    """
+    if type(linear) is nn.Linear:  # with a weight of another class, torchao's say
+        return weight.dequantize() if type(weight).dequantize is not torch.Tensor.dequantize else None
+    kind = f"{type(linear).__module__}.{type(linear).__name__}"
+    if kind == "transformers.integrations.finegrained_fp8.FP8Linear" and weight.dtype == torch.float8_e4m3fn:
+        scale = linear.weight_scale_inv.float()
+        if scale.ndim == 2:  # of blocks of the weight, the last ones of which may be smaller
+            (rows, columns), block = weight.shape, linear.block_size
+            scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        return weight.float() * scale
+    return None
+
+
 def _dense_weight(linear: Any, rank: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(weight [out, rank], bias [out] or None) of any linear map: a view where it is a plain Linear.
 
-    A Linear that is quantised, adapted, offloaded or hooked is asked what it does to the identity, at every call: that
-    can't go stale, whatever is loaded, merged or switched in the meantime.
+    A Linear that is quantised, adapted, offloaded or hooked is asked for its weight, or else what it does to the
+    identity, at every call: that can't go stale, whatever is loaded, merged or switched in the meantime.
     """
     weight = getattr(linear, "weight", None)
-    plain = type(linear) is nn.Linear and type(weight) in (nn.Parameter, torch.Tensor)
     hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
-    if plain and not hooked and weight is not None and weight.dtype == like.dtype and weight.device == like.device:
-        return weight, linear.bias
+    if weight is not None and not hooked and weight.device == like.device:
+        plain = type(linear) is nn.Linear and type(weight) in (nn.Parameter, torch.Tensor)
+        if plain and weight.dtype == like.dtype:
+            return weight, linear.bias
+        spoken = _spoken_weight(linear, weight)
+        if spoken is not None:
+            return spoken.to(like.dtype), linear.bias if linear.bias is None else linear.bias.to(like.dtype)
     # A row of zeros tells the bias, whoever adds it: an adapter may where the layer below has none.
     rows = torch.cat([like.new_zeros(1, rank), torch.eye(rank, dtype=like.dtype, device=like.device)])
     bias, columns = linear(rows).split([1, rank])

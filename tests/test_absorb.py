@@ -1,4 +1,4 @@
-"""Absorption from whatever kv_b_proj is: plain, subclassed, adapted, quantised; never stale, never a second copy."""
+"""Absorption from whatever kv_b_proj is: plain, subclassed, adapted, packed; never stale, never a second copy."""
 
 from __future__ import annotations
 
@@ -158,57 +158,6 @@ def test_lora_adapters_with_a_bias_are_switched_while_patched() -> None:
     for model in (stock, patched):
         model.merge_adapter()
     assert relative_error(assert_as_unpatched(stock, patched), seen[0]) < 1e-3
-
-
-def quantised_by_torchao(model: Any, name: str) -> Any:
-    torchao = pytest.importorskip("torchao.quantization")
-    config = getattr(torchao, name)()
-    torchao.quantize_(model, config, filter_fn=lambda module, path: path.endswith("kv_b_proj"))
-    assert type(layers_of(model)[0].kv_b_proj.weight) not in (nn.Parameter, torch.Tensor)
-    return model
-
-
-@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_torchao(name: str) -> None:
-    stock, patched = pair_of(lambda model: quantised_by_torchao(model, name))
-    quantised = assert_as_unpatched(stock, patched)
-    assert relative_error(quantised, scores_of(build(num_hidden_layers=2).generate(**GREEDY_8))) > 1e-4
-
-
-WHOLE_BLOCKS = {"kv_lora_rank": 64, "v_head_dim": 44}  # what bitsandbytes' CPU kernels ask of a weight's shape
-
-
-def in_4_bits(model: Any) -> Any:
-    bnb = pytest.importorskip("bitsandbytes")
-    for attention in layers_of(model):
-        old = attention.kv_b_proj
-        new = bnb.nn.Linear4bit(old.in_features, old.out_features, bias=False, compute_dtype=torch.float32)
-        new.load_state_dict(old.state_dict())
-        attention.kv_b_proj = new.to("cpu")
-    return model.eval()
-
-
-def test_bitsandbytes_4_bits() -> None:
-    stock = in_4_bits(build(num_hidden_layers=2, **WHOLE_BLOCKS))
-    patched = hf_mla.patch(in_4_bits(build(num_hidden_layers=2, **WHOLE_BLOCKS)), block_size=BLOCK)
-    quantised = assert_as_unpatched(stock, patched, 1e-2)  # its CPU kernels compute in bfloat16
-    whole = scores_of(build(num_hidden_layers=2, **WHOLE_BLOCKS).generate(**GREEDY_8))
-    assert relative_error(quantised, whole) > 5e-2
-
-
-@torch.no_grad()
-def test_bitsandbytes_8_bits() -> None:
-    """By itself: on CPUs bitsandbytes takes rows [T, R] alone, and stock gives it four dimensions."""
-    bnb = pytest.importorskip("bitsandbytes")
-    whole = linear()
-    projection = bnb.nn.Linear8bitLt(RANK, whole.out_features, bias=False, has_fp16_weights=False, threshold=6.0)
-    projection.load_state_dict(whole.state_dict())
-    projection = projection.to("cpu")
-    weights = absorbed_weights(projection, NOPE, V, RANK, torch.zeros(1))
-    assert weights.bias_v is not None and weights.bias_v.abs().max() < 1e-6
-    keys, values = whole.weight.unflatten(0, (HEADS, NOPE + V)).split([NOPE, V], 1)
-    for got, expected in ((weights.w_uk, keys), (weights.w_uv, values)):
-        assert 1e-4 < relative_error(got, expected) < 2e-2
 
 
 def test_nothing_is_saved(tmp_path: Path) -> None:
