@@ -4,6 +4,7 @@
     python benchmarks/kernels.py --full              # batch 1 to 256, 1k to 128k tokens
     python benchmarks/kernels.py --sweep             # Triton's configs and split counts at the key cells
     python benchmarks/kernels.py --cells 32x4096 --heads 16 --backends triton
+    python benchmarks/kernels.py --fp8               # latents in 8 bits, 656 bytes a token; with --sweep likewise
 
 A cell is BATCHxCONTEXT. Two times, both with cold latents: `us` is one call as a user makes it, between events after a
 flush of the L2 (launches from Python included where they are not hidden); `graph` is one call within a CUDA graph of
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.records import Recorder
 from benchmarks.timing import replay_us
 from hf_mla import kernels
-from hf_mla.kernels import reference
+from hf_mla.kernels import fp8, reference
 
 RANK, ROPE, BLOCK = 512, 64, 64
 BYTES_PER_S, FLOPS = 4.2e12, 710e12
@@ -51,13 +52,18 @@ class Cell:
     context: int
     heads: int
     entry: int
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         columns = -(-self.context // BLOCK)
         blocks = self.batch * columns
-        copies = max(1, min(160, -(-COLD_BYTES // (blocks * BLOCK * self.entry * 2))))
-        storage = torch.empty(copies, blocks, BLOCK, self.entry, dtype=torch.bfloat16, device="cuda").normal_()
-        self.pools = list(storage[..., : RANK + ROPE])
+        copies = max(1, min(160, -(-COLD_BYTES // (blocks * BLOCK * self.entry * self.dtype.itemsize))))
+        storage = torch.empty(copies, blocks, BLOCK, self.entry, dtype=self.dtype, device="cuda")
+        self.pools = list(storage if self.dtype == fp8.FP8 else storage[..., : RANK + ROPE])
+        slots = torch.arange(blocks * BLOCK, device="cuda")
+        for pool in self.pools:
+            ckv, k_pe = (torch.randn(len(slots), n, dtype=torch.bfloat16, device="cuda") for n in (RANK, ROPE))
+            kernels.write_latents(pool, ckv, k_pe, slots)
         self.table = torch.randperm(blocks, device="cuda").view(self.batch, columns).int()
         self.host = torch.full((self.batch, 1), self.context, dtype=torch.int32)
         self.lens = self.host.cuda()
@@ -67,8 +73,9 @@ class Cell:
     @property
     def floor_us(self) -> float:
         tokens = self.batch * self.context
-        values = tokens * (RANK + ROPE) + self.batch * self.heads * (2 * RANK + ROPE)
-        return max(values * 2 / BYTES_PER_S, 2 * tokens * self.heads * (2 * RANK + ROPE) / FLOPS) * 1e6
+        token = fp8.entry_bytes(RANK, ROPE) if self.dtype == fp8.FP8 else 2 * (RANK + ROPE)
+        read = tokens * token + 2 * self.batch * self.heads * (2 * RANK + ROPE)
+        return max(read / BYTES_PER_S, 2 * tokens * self.heads * (2 * RANK + ROPE) / FLOPS) * 1e6
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows checked, and the reference's out and lse for them over the first pool."""
@@ -129,7 +136,7 @@ def backend_call(cell: Cell, name: str) -> Call:
         return flashmla_call(cell)
     plan = kernels.plan(
         cell.table, cell.lens, kv_lens_host=cell.host, num_heads=cell.heads, kv_lora_rank=RANK,
-        qk_rope_head_dim=ROPE, block_size=BLOCK, dtype=torch.bfloat16, backend=name,
+        qk_rope_head_dim=ROPE, block_size=BLOCK, dtype=cell.dtype, backend=name,
     )  # fmt: skip
     return lambda pages: kernels.decode(plan, cell.q_latent, cell.q_pe, pages, SCALE)
 
@@ -171,7 +178,7 @@ def measure(args: argparse.Namespace, recorder: Recorder) -> str:
     for entry in args.entries:
         for heads in args.heads:
             for batch, context in parse_cells(args.cells, args.memory_gib, entry):
-                measure_cell(Cell(batch, context, heads, entry), names, recorder)
+                measure_cell(Cell(batch, context, heads, entry, args.dtype), names, recorder)
                 torch.cuda.empty_cache()
     return report(recorder.records, names)
 
@@ -195,7 +202,7 @@ def measure_one(cell: Cell, name: str, expected: tuple[torch.Tensor, ...], recor
         graph = None
     recorder.add(
         "kernel", name=name, heads=cell.heads, batch=cell.batch, context=cell.context, entry=cell.entry, us=us,
-        graph_us=graph, floor_us=cell.floor_us,
+        graph_us=graph, floor_us=cell.floor_us, dtype=str(cell.dtype),
     )  # fmt: skip
     shown = f"{graph:8.1f}" if graph else "       -"
     where = f"{cell.heads:4} heads {cell.batch:4}x{cell.context:<6} entry {cell.entry}"
@@ -219,7 +226,7 @@ def report(records: list[dict], names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def sweep_configs(heads: int) -> list:
+def sweep_configs(heads: int, dtype: torch.dtype) -> list:
     """Candidates for 16 and for 128 heads: tile, warps, stages, heads as rows or as columns."""
     from hf_mla.kernels.triton_plan import DecodeConfig as C
 
@@ -235,13 +242,19 @@ def sweep_configs(heads: int) -> list:
         C(16, 64, 8, 2, True, True), C(64, 64, 8, 2), C(64, 64, 8, 2, True), C(64, 32, 8, 2), C(64, 32, 8, 3),
         C(64, 32, 4, 3), C(32, 64, 8, 2, True), C(128, 32, 8, 2),
     ]  # fmt: skip
+    if dtype == fp8.FP8:
+        few = [
+            C(16, 32, 4, 2, programs_per_sm=2), C(16, 32, 4, 3, programs_per_sm=2), C(16, 32, 8, 2, programs_per_sm=2),
+            C(16, 64, 8, 2), C(16, 64, 8, 2, True), C(16, 64, 8, 3, True), C(16, 32, 4, 2, True, programs_per_sm=2),
+        ]  # fmt: skip
+        many = [C(32, 32, 8, 2), C(64, 32, 8, 2), C(64, 32, 8, 3), C(16, 32, 4, 2, programs_per_sm=2)]
     return few if heads <= 16 else many
 
 
-def compile_config(job: tuple[int, object]) -> str | None:
+def compile_config(job: tuple[int, object], entry: int, dtype: torch.dtype) -> str | None:
     """Compile one config in a process of its own (into Triton's disk cache) by a tiny step; the error or None."""
     heads, config = job
-    cell = Cell(2, 256, heads, RANK + ROPE)
+    cell = Cell(2, 256, heads, entry, dtype)
     try:
         for splits in (1, 2):
             sweep_call(cell, splits, config)(cell.pools[0])
@@ -253,19 +266,22 @@ def compile_config(job: tuple[int, object]) -> str | None:
 
 def sweep(args: argparse.Namespace, recorder: Recorder) -> str:
     end = time.perf_counter() + args.seconds
-    jobs = [(heads, config) for heads in args.heads for config in sweep_configs(heads)]
+    jobs = [(heads, config) for heads in args.heads for config in sweep_configs(heads, args.dtype)]
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        errors = list(pool.map(compile_config, jobs))
+        errors = list(pool.map(partial(compile_config, entry=args.entries[0], dtype=args.dtype), jobs))
     for job, error in zip(jobs, errors, strict=True):
         if error:
             print(f"skipped {job}: {error}", flush=True)
     usable = [job for job, error in zip(jobs, errors, strict=True) if not error]
-    cells = [(h, b, n) for h in args.heads for b, n in parse_cells(args.cells, args.memory_gib, RANK + ROPE)]
+    entry = args.entries[0]
+    cells = [(h, b, n) for h in args.heads for b, n in parse_cells(args.cells, args.memory_gib, entry)]
     lines = []
     for left, (heads, batch, context) in zip(range(len(cells), 0, -1), cells, strict=True):
         now = time.perf_counter()
         configs = [config for h, config in usable if h == heads]
-        lines += sweep_cell(Cell(batch, context, heads, RANK + ROPE), configs, now + (end - now) / left, recorder)
+        cell = Cell(batch, context, heads, entry, args.dtype)
+        lines += sweep_cell(cell, configs, now + (end - now) / left, recorder)
+        del cell
         torch.cuda.empty_cache()
     return "\n".join(lines)
 
@@ -293,7 +309,7 @@ def sweep_cell(cell: Cell, configs: list, end: float, recorder: Recorder) -> lis
             found.append((us, splits, splits == auto, config))
             recorder.add(
                 "sweep", heads=cell.heads, batch=cell.batch, context=cell.context, splits=splits, auto_splits=auto,
-                config=str(config), graph_us=us, floor_us=cell.floor_us,
+                config=str(config), graph_us=us, floor_us=cell.floor_us, dtype=str(cell.dtype),
             )  # fmt: skip
     found.sort(key=lambda item: item[0])
     shown = dict.fromkeys(found[:6] + [item for item in found if item[2]][:4])
@@ -318,6 +334,7 @@ def main() -> None:
     parser.add_argument("--entries", nargs="+", type=int, help="values between entries (default 576 and 640)")
     parser.add_argument("--backends", nargs="+", help="triton, flashinfer, flashmla, reference")
     parser.add_argument("--memory-gib", type=float, default=24.0, help="skip cells whose pool is larger")
+    parser.add_argument("--fp8", action="store_true", help="latents in 8 bits")
     parser.add_argument("--sweep", action="store_true", help="time Triton's configs")
     parser.add_argument("--seconds", type=float, default=150.0, help="time for the sweep")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile for the sweep")
@@ -327,7 +344,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/kernels.py needs a CUDA device")
     args.cells = args.cells or list(FULL_CELLS if args.full else KEY_CELLS)
-    args.entries = args.entries or ([576] if args.full else [576, 640])
+    args.dtype = fp8.FP8 if args.fp8 else torch.bfloat16
+    args.entries = args.entries or ([656] if args.fp8 else [576] if args.full or args.sweep else [576, 640])
     torch.manual_seed(0)
     recorder = Recorder(args.out, torch.device("cuda"), "triton" if args.sweep else "each", args.commit)
     text = sweep(args, recorder) if args.sweep else measure(args, recorder)
