@@ -6,6 +6,7 @@ adapter's state, a module's number (an epsilon, a scale), or one of the values t
 """
 
 import hashlib
+import itertools
 import json
 import uuid
 import weakref
@@ -34,6 +35,8 @@ UNRELATED = (
 IDLE_NUMBERS = ("training", "gradient_checkpointing", "max_seq_len_cached")
 
 _process = uuid.uuid4().hex  # of what has no meaning in another process
+_count = itertools.count()
+_numbers: dict[int, tuple[weakref.ref, int]] = {}  # by a hook's id, which another may get once it is gone
 _seen: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, bytes]]" = weakref.WeakKeyDictionary()
 
 
@@ -122,5 +125,18 @@ def _switches_of(decoder: nn.Module) -> tuple:
             h for h in hooks if not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing")
         ]
         if hooks:
-            found.append((name, _process, *map(id, hooks)))
+            found.append((name, _process, *map(_number_of, hooks)))
     return tuple(found)
+
+
+def _number_of(hook: Any) -> int:
+    """A number that this hook alone ever has; a new one at each call where its life can't be followed."""
+    held, number = _numbers.get(id(hook), (None, 0))
+    if held is not None and held() is hook:
+        return number
+    number = next(_count)
+    try:
+        _numbers[id(hook)] = weakref.ref(hook), number
+    except TypeError:
+        _numbers.pop(id(hook), None)
+    return number

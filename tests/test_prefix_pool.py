@@ -264,6 +264,25 @@ def test_adapters_that_are_switched_find_their_own() -> None:
     assert both(stock, patched, pool, inputs) == [0]
 
 
+def test_a_hook_gone_and_another_in_its_place_in_memory_finds_nothing() -> None:
+    stock, patched = pair()
+    pool, inputs, addresses = PrefixPool(), batch(ids_of(50)), set()
+    for scale in (1.0, 1.5, 2.0, 2.5):
+
+        def hook(module: Any, args: Any, out: torch.Tensor, scale: float = scale) -> torch.Tensor:
+            return out * scale
+
+        handles = [model.model.layers[0].mlp.register_forward_hook(hook) for model in (stock, patched)]
+        assert both(stock, patched, pool, inputs) == [0]
+        assert both(stock, patched, pool, inputs) == [48]
+        for handle in handles:
+            handle.remove()
+        addresses.add(id(hook))
+        del hook, handles, handle
+    if len(addresses) == 4:
+        pytest.skip("no hook got the memory of an earlier one, so nothing was tested")
+
+
 def test_another_dtype_or_geometry_is_refused_or_finds_nothing() -> None:
     stock, patched = pair()
     pool, inputs = PrefixPool(), batch(ids_of(50))
