@@ -107,3 +107,29 @@ def test_cache_contents_notebook(run_notebook: Any) -> None:
     assert "DeepSeek-V3: 4880.0 KiB a token expanded, 68.6 KiB as latents" in printed
     # Six whole blocks of the prompt that all four samples share, and four more of each.
     assert "Samples of one prompt: 40 cells, 22 blocks" in printed
+
+
+@needs_model
+@pytest.mark.slow
+def test_long_document(tmp_path: Path) -> None:
+    arguments = ("--tokens", "1500", "--questions", "5", "--kept", str(tmp_path / "document.safetensors"))
+    first, second = run("long_document.py", *arguments), run("long_document.py", *arguments)
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, second.stderr
+    assert "tokens read in" in first.stdout and "100%" in first.stderr
+    assert "tokens loaded from" in second.stdout
+    answers = [[line.split(" (")[0] for line in done.stdout.splitlines()[2:7]] for done in (first, second)]
+    assert answers[0] == answers[1] and len(answers[0]) == 5
+    assert "5 of 5 right" in first.stdout
+
+
+@needs_model
+@pytest.mark.slow
+def test_prefix_reuse_notebook(run_notebook: Any) -> None:
+    pytest.importorskip("matplotlib")
+    printed, shown = run_notebook("prefix_reuse.ipynb")
+    assert sum("image/png" in data for data in shown) == 2
+    assert "known 1536 of 1556 tokens" in printed
+    assert "known of each row: [640, 384, 0]" in printed
+    assert "the same tokens as transformers': True" in printed
+    assert "refused: path: small_model/model.safetensors wasn't written by PrefixPool.save" in printed
