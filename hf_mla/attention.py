@@ -30,6 +30,7 @@ from .cache.gradient import refuse_gradient
 from .cache.layer import PagedMLALayer
 from .cache.step import StepPlan
 from .history import attend_in_pieces
+from .packed import attend_rows
 from .sparse import sparse_decode
 
 # A name for transformers' attention registry. "flash" in it would switch on code meant for flash attention (a
@@ -157,7 +158,9 @@ class AttentionConfig(ConfigView):
 
     @property
     def _attn_implementation(self) -> str:
-        return self.original._attn_implementation if reading_step(self.key) is None else ATTENTION_NAME
+        step = paged_step(self.key)
+        ours = step is not None and (step.plan.reads_pages or step.plan.packed is not None)
+        return ATTENTION_NAME if ours else self.original._attn_implementation
 
 
 class ExpertsConfig(ConfigView):
@@ -208,7 +211,10 @@ def absorbed_attention(
     Raises:
         ValueError: Called outside such a step, as when the name is given to `set_attn_implementation`.
     """
-    step = reading_step(module.config.key) if isinstance(module.config, AttentionConfig) else None
+    step = paged_step(module.config.key) if isinstance(module.config, AttentionConfig) else None
+    if step is not None and step.plan.packed is not None:
+        return attend_rows(module, query, key, value, step.plan, scaling, **kwargs), None
+    step = None if step is None or not step.plan.reads_pages else step
     if step is None:
         raise ValueError(
             f'attn_implementation is "{ATTENTION_NAME}", which only hf_mla.patch may choose; allowed: eager, sdpa and '

@@ -65,3 +65,9 @@ def length_sets_rope(config: Any) -> bool:
     parameters = getattr(config, "rope_parameters", None)
     kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
     return kind in ("dynamic", "longrope")
+
+
+def only_output_collectors(module: nn.Module) -> bool:
+    """transformers leaves hooks behind that collect attentions or hidden states when asked; they're idle otherwise."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return all(getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing") for hook in hooks)

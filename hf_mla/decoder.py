@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compat
+from . import compat, packed
 from .attention import ActiveStep, PatchKey, entered, is_in_use
 from .cache import PagedMLACache, tickets
 from .chunks import columns_at_once, may_be_cut, run_in_chunks
@@ -89,6 +89,9 @@ class DecoderForward:
         return output
 
     def _forward(self, module: Any, step: ActiveStep, args: tuple, kwargs: dict) -> Any:
+        if step.plan.packed is not None:
+            call = compat.bind_forward(module, args, kwargs)
+            return packed.run(lambda **part: self._run(module, (), part), call, step.plan)
         if not step.plan.reads_pages or args:
             return self._run(module, args, kwargs)
         if step.cache.is_all_mla:
@@ -136,6 +139,8 @@ class DecoderForward:
             backend=self.config.backend,
             ahead=ahead,
         )
+        if self.family.way == "absorbed" and not self.family.others:
+            packed.pack(plan, cache.table, module, call)
         return ActiveStep(cache, plan, inputs.device)
 
     def _columns_at_once(self, module: Any, call: dict) -> int | None:

@@ -126,15 +126,9 @@ def _foreign(decoder: nn.Module) -> str | None:
             continue
         if "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], StandIn):
             return f"{name} has another forward"
-        if not _only_output_collectors(module):
+        if not compat.only_output_collectors(module):
             return f"{name} has hooks"
     return None
-
-
-def _only_output_collectors(module: nn.Module) -> bool:
-    """transformers leaves hooks behind that collect attentions or hidden states when asked; they're idle otherwise."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return all(getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing") for hook in hooks)
 
 
 def _may_replay(config: Any, kwargs: dict) -> bool:

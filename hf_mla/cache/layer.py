@@ -147,7 +147,7 @@ class PagedMLALayer(CacheLayerMixin):
             step.on(self.device).slot_mapping,
             base=step.base_of(self.layer_idx),
         )
-        self.length += ckv.shape[2]
+        self.length += step.columns
 
     def history(self, step: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """All padded columns, [B, 1, L, R] and [B, 1, L, P]; zeros where a column isn't stored."""

@@ -346,7 +346,7 @@ class PagedMLACache(Cache):
             return layer.update(key_states, value_states, *args, **kwargs)
         layer.prepare(key_states, value_states)
         step = self._unplanned_step(layer, key_states) if self._step is None else self._step
-        self._check_level(layer, self.table.length - key_states.shape[2])
+        self._check_level(layer, self.table.length - step.columns)
         layer.write(key_states, value_states, step)
         step.holders[id(key_states)] = layer_idx
         if step.reads_pages:

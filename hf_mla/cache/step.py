@@ -45,6 +45,8 @@ class StepPlan:
         backend: Kernels asked for.
         mask_check: Says once the step is queued whether it was planned for the mask that it was given; None where
             that is sure.
+        packed: Where the pass is given the stored tokens alone, as one row: their places among B * q columns, [T]
+            int64 on the host, and the tokens of each row. `slot_mapping` is then [T].
         page_bases: [layers] int64 on the device, the pages' addresses, where a captured graph reads them from memory.
         expand: What the next update must do to the latents that it returns, where the model won't.
         unread: The layer that attention was last handed latents of, until it has read the pages.
@@ -59,6 +61,7 @@ class StepPlan:
     backend: str
     mask_check: MaskCheck | None = None
     in_pieces: bool = False
+    packed: tuple[torch.Tensor, list[int]] | None = None
     page_bases: torch.Tensor | None = None
     expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     unread: int | None = None
@@ -67,6 +70,11 @@ class StepPlan:
     _history: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     _decode: dict[tuple[EntryLayout, int, torch.device], kernels.DecodePlan] = field(default_factory=dict)
     _units: dict[tuple[int, int, torch.device], list[Unit]] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> int:
+        """New columns a row."""
+        return self.extension.kv_lens.shape[1]
 
     @property
     def reads_pages(self) -> bool:
