@@ -245,9 +245,10 @@ def sweep_configs(heads: int, dtype: torch.dtype) -> list:
     if dtype == fp8.FP8:
         few = [
             C(16, 32, 4, 2, programs_per_sm=2), C(16, 32, 4, 3, programs_per_sm=2), C(16, 32, 8, 2, programs_per_sm=2),
-            C(16, 64, 8, 2), C(16, 64, 8, 2, True), C(16, 64, 8, 3, True), C(16, 32, 4, 2, True, programs_per_sm=2),
+            C(16, 64, 8, 2), C(16, 64, 8, 3, True, True), C(16, 64, 8, 2, True, True), C(16, 64, 4, 3, True, True),
+            C(32, 64, 8, 3, True, True),
         ]  # fmt: skip
-        many = [C(32, 32, 8, 2), C(64, 32, 8, 2), C(64, 32, 8, 3), C(16, 32, 4, 2, programs_per_sm=2)]
+        many = [C(64, 64, 8, 2, True, True), C(32, 64, 8, 3, True, True), C(32, 32, 8, 2), C(64, 32, 8, 2)]
     return few if heads <= 16 else many
 
 

@@ -179,3 +179,39 @@ def test_the_fused_write_is_the_references(rope: str) -> None:
     # The interpreter cuts off what bf16 can't hold, and its rounding to 8 bits may lose a power of two.
     assert relative_error(ckv, expected_ckv) < (0.2 if INTERPRETED else 0.01)
     assert relative_error(k_pe, expected_pe) < 2**-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "rank, rope, block", [(512, 64, 64), (512, 64, 16), (256, 64, 64), (64, 32, 128), (384, 64, 64)]
+)
+@pytest.mark.parametrize("heads, q_len", [(1, 1), (16, 1), (20, 2), (128, 1)])
+def test_full_sizes(heads: int, q_len: int, rank: int, rope: int, block: int, dtype: torch.dtype) -> None:
+    lens = [0, 1, block - 1, block, block + 1, 700, 64 * 40]
+    x, meant = quantised(
+        make(lens, heads=heads, q_len=q_len, rank=rank, rope=rope, block=block, dtype=dtype, device="cuda")
+    )
+    check_triton(x, meant)
+    for splits in (1, 7):
+        check_triton(x, meant, splits)
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_pages_at_another_address() -> None:
+    x, meant = quantised(make([5, 700], heads=16, rank=512, rope=64, block=64, dtype=torch.bfloat16, device="cuda"))
+    plan, base = x.plan("triton"), torch.tensor([x.pages.data_ptr()], device="cuda")
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.decode(plan, x.q_latent, x.q_pe, x.pages, x.sm_scale, base)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = call()
+    moved = x.pages.clone()
+    x.pages.view(torch.uint8).fill_(0xFF)
+    base.fill_(moved.data_ptr())
+    graph.replay()
+    assert relative_error(out, dense(meant, torch.float64)[0]) < 5e-3

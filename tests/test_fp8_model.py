@@ -95,3 +95,26 @@ def test_float8_of_another_kind_is_refused() -> None:
         hf_mla.MLAConfig(cache_dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match="dtype"):
         hf_mla.PagedMLACache(dtype=torch.float8_e5m2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_on_a_gpu_with_graphs_and_fused_kernels(family: str) -> None:
+    sizes = {"kv_lora_rank": 128, "qk_rope_head_dim": 64, "head_dim": 64, "num_hidden_layers": 2}
+    scores = []
+    for options in ({"graphs": True, "fused": True}, {"graphs": False, "fused": False, "backend": "reference"}):
+        model = build(family, sharp=1.0, **sizes).to("cuda", torch.bfloat16)
+        hf_mla.patch(model, cache_dtype=FP8, **options)
+        inputs = {name: x.cuda() for name, x in prompts([100, 37]).items()}
+        forced = prompts([12, 12], seed=3)["input_ids"].cuda()
+        cache = hf_mla.PagedMLACache(model.config, dtype=FP8)
+        mask, logits = (
+            inputs["attention_mask"],
+            [feed(model, inputs["input_ids"], cache, inputs["attention_mask"])[:, -1:]],
+        )
+        for column in forced.T:
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            positions = (mask.sum(1, keepdim=True) - 1).long()
+            logits.append(feed(model, column[:, None], cache, mask, position_ids=positions))
+        scores.append(torch.cat(logits, 1).float())
+    assert relative_error(*scores) < 0.05

@@ -195,11 +195,16 @@ def plan_slices(problem: Problem, step: Step) -> Slices:
     return choose_slices(lens, rows, config, multiprocessors(problem.device))
 
 
-def _default_config(pages: torch.Tensor, rows: int, rank: int, rope: int) -> DecodeConfig:
-    """triton_hopper's kernel copies 16 bytes at a time, so entries must start on such boundaries."""
-    aligned = pages.stride(0) % 16 == 0 and pages.stride(1) % 8 == 0 and pages.data_ptr() % 16 == 0
-    hopper = aligned and hopper_serves(pages.device, pages.dtype, rank, rope, pages.shape[1])
-    return pick_config(rows, pages.device, pages.dtype, hopper)
+def _default_config(q_latent: torch.Tensor, pages: torch.Tensor, rows: int, rope: int) -> DecodeConfig:
+    """triton_hopper's kernels copy 16 bytes at a time, so entries must start on such boundaries.
+
+    The one for 8-bit pages multiplies rope parts as they are stored, so it wants queries in bfloat16, too.
+    """
+    size = pages.dtype.itemsize
+    aligned = not any(step * size % 16 for step in pages.stride()[:2]) and pages.data_ptr() % 16 == 0
+    suited = pages.dtype != fp8.FP8 or q_latent.dtype == fp8.ROPE_DTYPE
+    hopper = hopper_serves(pages.device, pages.dtype, q_latent.shape[-1], rope, pages.shape[1])
+    return pick_config(rows, pages.device, pages.dtype, aligned and suited and hopper)
 
 
 def decode(
@@ -227,7 +232,7 @@ def decode(
     lse = q_latent.new_empty(batch, q_len, heads, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    config = config or _default_config(pages, rows, rank, rope)
+    config = config or _default_config(q_latent, pages, rows, rope)
     splits = slices.count
     part, part_lse = out, lse
     if splits > 1:
@@ -240,20 +245,21 @@ def decode(
         *q_latent.stride()[:3], *q_pe.stride()[:3], pages.stride(0), block_table.stride(0), *kv_lens.stride(),
     )  # fmt: skip
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
+        offsets = {}
+        if pages.dtype == fp8.FP8:
+            offsets = {"ROPE_AT": fp8.rope_offset(rank), "SCALE_AT": fp8.scale_offset(rank, rope)}
         if config.gluon:
-            from . import triton_hopper
+            from . import triton_hopper, triton_hopper_fp8
 
-            triton_hopper.decode_kernel[grid](
+            kernel = triton_hopper_fp8.decode_fp8_kernel if offsets else triton_hopper.decode_kernel
+            kernel[grid](
                 *arguments, ENTRY=pages.stride(1), R=rank, P=rope, S=pages.shape[1], BLOCK_H=config.block_h,
-                BLOCK_N=config.block_n, BUFFERS=hopper_buffers(config, rank, rope), INDIRECT=base is not None,
-                WARPS=config.num_warps, num_warps=config.num_warps,
+                BLOCK_N=config.block_n, BUFFERS=hopper_buffers(config, rank, rope, pages.dtype),
+                INDIRECT=base is not None, WARPS=config.num_warps, **offsets, num_warps=config.num_warps,
             )  # fmt: skip
         else:
             first, second = rank_pieces(rank)
-            kernel, offsets = _decode_kernel, {}
-            if pages.dtype == fp8.FP8:
-                kernel = decode_fp8_kernel
-                offsets = {"ROPE_AT": fp8.rope_offset(rank), "SCALE_AT": fp8.scale_offset(rank, rope)}
+            kernel = decode_fp8_kernel if offsets else _decode_kernel
             kernel[grid](
                 *arguments, ENTRY=pages.stride(1), RANK=rank, R0=first, R1=second, ROPE=rope,
                 ROPE_PAD=max(16, triton.next_power_of_2(rope)), BLOCK_SIZE=pages.shape[1],

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 import triton
 
+from . import fp8
+
 MAX_SPLITS = 128
 MAX_TILES = 64
 SHARED_BYTES = 227 << 10  # what one program may have on Hopper
@@ -50,6 +52,9 @@ HOPPER_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (16, 2): DecodeConfig(16, 64, 4, 2, heads_as_columns=True, gluon=True),
     (32, 2): DecodeConfig(32, 64, 8, 2, heads_as_columns=True, gluon=True),
     (1 << 30, 2): DecodeConfig(64, 64, 8, 2, heads_as_columns=True, gluon=True),
+    (16, 1): DecodeConfig(16, 64, 8, 3, heads_as_columns=True, gluon=True),
+    (32, 1): DecodeConfig(32, 64, 8, 3, heads_as_columns=True, gluon=True),
+    (1 << 30, 1): DecodeConfig(64, 64, 8, 2, heads_as_columns=True, gluon=True),
 }
 
 
@@ -64,9 +69,9 @@ def _on_hopper(device: torch.device) -> bool:
 def hopper_serves(
     device: torch.device, dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> bool:
-    """Whether triton_hopper's kernel takes this geometry: power-of-two sides and tiles inside one block."""
+    """Whether triton_hopper's kernels take this geometry: power-of-two sides and tiles inside one block."""
     return (
-        dtype.itemsize == 2
+        dtype.itemsize in (1, 2)
         and kv_lora_rank in (64, 128, 256, 512)
         and qk_rope_head_dim in (32, 64)
         and block_size % 64 == 0
@@ -137,10 +142,16 @@ def _best_count(batch: int, row_tiles: int, tiles: int, block_h: int, slots: int
     return min(range(fewest, min(tiles, MAX_SPLITS) + 1), key=cost)
 
 
-def hopper_buffers(config: DecodeConfig, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-    """Tiles of [block_n, R + P] 16-bit values that fit beside the queries, the weights and 2 KiB of scratch."""
+def hopper_buffers(config: DecodeConfig, kv_lora_rank: int, qk_rope_head_dim: int, dtype: torch.dtype) -> int:
+    """Tiles of [block_n, R + P] that fit beside the queries, the weights and 2 KiB of scratch.
+
+    8-bit ones also need room for a tile's latents in 16 bits.
+    """
     width = 2 * (kv_lora_rank + qk_rope_head_dim)
     left = SHARED_BYTES - config.block_h * width - config.block_n * config.block_h * 2 - 2048
+    if dtype == fp8.FP8:
+        left -= config.block_n * kv_lora_rank * 2
+        width = kv_lora_rank + 2 * qk_rope_head_dim + 4
     return max(2, min(config.num_stages, left // (config.block_n * width)))
 
 
