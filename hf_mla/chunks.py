@@ -44,14 +44,14 @@ def _free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def columns_at_once(config: Any, inputs: torch.Tensor, dtype: torch.dtype) -> int:
-    """New columns of one pass over `inputs` [B, q, ...]."""
+def columns_at_once(module: Any, inputs: torch.Tensor) -> int:
+    """New columns of one pass of a decoder over `inputs` [B, q, ...]."""
     rows, columns = inputs.shape[:2]
     if columns <= LEAST_COLUMNS or rows * columns <= LEAST_TOKENS:
         return columns
     tokens, free = MOST_TOKENS, _free_bytes(inputs.device)
     if free is not None:
-        wanted = int(free * MEMORY_SHARE) // pass_bytes_per_token(config, dtype.itemsize)
+        wanted = int(free * MEMORY_SHARE) // pass_bytes_per_token(module.config, module.dtype.itemsize)
         while tokens > max(wanted, LEAST_TOKENS):  # powers of two, so that kernels see few different sizes
             tokens //= 2
     return max(LEAST_COLUMNS, tokens // rows)

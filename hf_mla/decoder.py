@@ -148,10 +148,10 @@ class DecoderForward:
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if not isinstance(call["cache"], PagedMLACache) or inputs is None or module.training:
             return None
-        if not self.family.may_be_cut or compat.length_sets_rope(module.config) or not may_be_cut(module.config, call):
+        size = columns_at_once(module, inputs)
+        if size >= inputs.shape[1] or not self.family.may_be_cut or compat.length_sets_rope(module.config):
             return None
-        size = columns_at_once(module.config, inputs, module.dtype)
-        return size if size < inputs.shape[1] else None
+        return size if may_be_cut(module.config, call) else None
 
     def _max_absorbed(self) -> int:
         limits = {"absorbed": MAX_ABSORBED_COLUMNS, "sparse": MAX_SPARSE_COLUMNS, "dense": 0}

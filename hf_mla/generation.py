@@ -71,7 +71,9 @@ def _wrap(original: Any) -> Any:
     ) -> Any:
         ours = generation_config.cache_implementation == CACHE_IMPLEMENTATION
         kept = generation_config.use_cache and model_kwargs.get(compat.CACHE_NAME) is not None
-        if not ours or kept:  # a name together with a cache is for stock to refuse
+        if ours and kept and model_kwargs[compat.CACHE_NAME] in _pools:
+            generation_config.cache_implementation = None  # a config's name, which a pool's cache is
+        if not ours or kept:  # a name together with another cache is for stock to refuse
             return original(self, generation_config, model_kwargs, generation_mode, batch_size, max_length)
         if not generation_config.use_cache:
             generation_config.cache_implementation = None

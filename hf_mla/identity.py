@@ -17,6 +17,7 @@ from torch import nn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLES = 64  # of each tensor
+AT_ONCE = 1 << 24  # values
 RUN = 64  # neighbouring values that are summed before they are weighted by place
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # spreads places over 64 bits; products wrap
 
@@ -75,14 +76,23 @@ def _config_of(decoder: Any) -> str:
 
 
 def _tensors_of(decoder: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    named = [*decoder.named_parameters(), *decoder.named_buffers()]
+    whole = [*decoder.named_parameters(), *decoder.named_buffers()]
+    named = [part for name, tensor in whole for part in _parts_of(name, tensor)]
     missing = [name for name, tensor in named if tensor.is_meta]
     if missing:
         raise ValueError(
             f"model: {missing[0]} and {len(missing) - 1} more weights are offloaded, so what the model computes can't "
             "be told; a pool of prefixes needs all of them in memory"
         )
-    return [(name, tensor.to_local() if hasattr(tensor, "to_local") else tensor) for name, tensor in named]
+    return named
+
+
+def _parts_of(name: str, tensor: Any) -> list[tuple[str, torch.Tensor]]:
+    """A tensor, or the ordinary ones that one of another class (quantised, sharded) is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [(name, tensor)]
+    parts, _ = tensor.__tensor_flatten__()
+    return [found for part in parts for found in _parts_of(f"{name}.{part}", getattr(tensor, part))]
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -107,10 +117,14 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 def _checksum(tensor: torch.Tensor) -> int:
     """Of values and, but for neighbours, their places; integers, so the same on every device."""
     flat = _integers(tensor)
-    whole = len(flat) // RUN * RUN
-    sums = torch.cat([flat[:whole].view(-1, RUN).sum(1, dtype=torch.int64), flat[whole:].to(torch.int64)])
-    places = torch.arange(1, len(sums) + 1, device=flat.device) * ODD
-    return int((sums * (places ^ (places >> 29))).sum())
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), AT_ONCE):  # a sum in int64 takes a copy in int64
+        part = flat[start : start + AT_ONCE]
+        whole = len(part) // RUN * RUN
+        sums = torch.cat([part[:whole].view(-1, RUN).sum(1, dtype=torch.int64), part[whole:].to(torch.int64)])
+        places = torch.arange(start + 1, start + len(sums) + 1, device=flat.device) * ODD
+        total += (sums * (places ^ (places >> 29))).sum()
+    return int(total)
 
 
 def _switches_of(decoder: nn.Module) -> tuple:

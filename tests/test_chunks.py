@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,7 +255,8 @@ def test_a_pass_is_cut_by_tokens_and_free_memory(monkeypatch: pytest.MonkeyPatch
     config = config_of("deepseek_v2")
 
     def columns(rows: int, width: int) -> int:
-        return chunks.columns_at_once(config, torch.empty(rows, width, device="meta"), torch.bfloat16)
+        module = SimpleNamespace(config=config, dtype=torch.bfloat16)
+        return chunks.columns_at_once(module, torch.empty(rows, width, device="meta"))
 
     assert columns(1, 100_000) == chunks.MOST_TOKENS and columns(1, 1500) == 1500
     assert columns(4, 100_000) == chunks.MOST_TOKENS // 4

@@ -11,7 +11,7 @@ from pairs import BLOCK, USUAL, assert_same, cache_of, pair, record_steps, using
 from tiny import GREEDY, build, prompts, relative_error, scores_of, twin
 
 import hf_mla
-from hf_mla import PrefixPool
+from hf_mla import PrefixPool, identity
 
 TOLERANCE = 1e-5
 
@@ -351,3 +351,25 @@ def test_logits_after_reuse_are_a_fresh_prefills() -> None:
     del got
     pool.clear()
     assert pool.known_tokens == 0
+
+
+def test_a_generation_config_that_asks_for_pages_goes_with_a_pool() -> None:
+    _, patched = pair()
+    patched.generation_config.cache_implementation = "paged_mla"
+    pool, arguments = PrefixPool(), {**batch(ids_of(50)), "max_new_tokens": 4}
+    fresh = patched.generate(**arguments)
+    for _ in range(2):
+        assert torch.equal(patched.generate(**arguments, past_key_values=pool), fresh)
+    assert pool.reused == [48]
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 640])
+def test_a_checksum_is_of_all_values_and_their_places(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "AT_ONCE", at_once)
+    weight = torch.randn(97, 80)
+    whole = identity._checksum(weight)
+    one = weight.clone()
+    one[96, 79] += 1
+    for edited in (weight.flip(0), -weight, weight.roll(1, 0), weight.roll(1), one, weight[:96]):
+        assert identity._checksum(edited) != whole
+    assert identity._checksum(weight.t().contiguous().t()) == whole

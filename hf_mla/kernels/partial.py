@@ -43,7 +43,7 @@ def attend(
         return _plain(query, key, value, sm_scale, causal)
     rows, heads, queries, _ = query.shape
     # One kernel pads its lse to a multiple of 32 queries, the other adds a dimension of one.
-    return out.float(), lse.view(rows, heads, -1)[..., :queries].float()
+    return out.float(), lse.reshape(rows, heads, -1)[..., :queries].float()
 
 
 def _plain(
