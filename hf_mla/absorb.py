@@ -22,6 +22,15 @@ class AbsorbedWeights(NamedTuple):
     bias_v: torch.Tensor | None
 
 
+def has_one_weight(kv_b_proj: nn.Module) -> bool:
+    """Whether the projection is one linear map for all rows of a batch, as far as its hooks tell.
+
+    PEFT gives each row an adapter of its own (`adapter_names`) by hooks that add keywords to the call; then there is
+    no weight to absorb.
+    """
+    return not kv_b_proj._forward_pre_hooks_with_kwargs
+
+
 def _spoken_weight(linear: Any, weight: torch.Tensor) -> torch.Tensor | None:
     """[out, rank] that a quantised layer says its weight stands for, or None where it doesn't say.
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import compat, packed
+from .absorb import has_one_weight
 from .attention import ActiveStep, PatchKey, entered, is_in_use
 from .cache import PagedMLACache, tickets
 from .chunks import columns_at_once, may_be_cut, run_in_chunks
@@ -129,13 +130,14 @@ class DecoderForward:
         wants_weights = call.get("output_attentions")
         if wants_weights is None:
             wants_weights = getattr(module.config, "output_attentions", False)
+        dense = wants_weights or not self._has_weights(module)
         plan = cache.begin_step(
             call.get("attention_mask"),
             inputs.shape[0],
             inputs.shape[1],
             config=module.config,
-            max_absorbed=0 if wants_weights else self._max_absorbed(),
-            in_pieces=self.family.way == "absorbed" and not wants_weights,
+            max_absorbed=0 if dense else self._max_absorbed(),
+            in_pieces=self.family.way == "absorbed" and not dense,
             backend=self.config.backend,
             ahead=ahead,
         )
@@ -156,3 +158,8 @@ class DecoderForward:
     def _max_absorbed(self) -> int:
         limits = {"absorbed": MAX_ABSORBED_COLUMNS, "sparse": MAX_SPARSE_COLUMNS, "dense": 0}
         return min(limits[self.family.way], MAX_ABSORBED_COLUMNS)
+
+    @staticmethod
+    def _has_weights(module: Any) -> bool:
+        attentions: list[Any] = [attention for _, attention in module.__dict__["_hf_mla"].attentions]
+        return all(has_one_weight(attention.kv_b_proj) for attention in attentions)
