@@ -166,30 +166,35 @@ TestChats.settings = settings(
 )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn])
-def test_a_chat_goes_on_as_if_it_had_never_left(dtype: torch.dtype | None) -> None:
+def test_a_chat_goes_on_as_if_it_had_never_left(dtype: torch.dtype | None, device: str) -> None:
     _, model = pair()
+    model.to(device)
     tier = hf_mla.HostTier()
     staying, leaving = (hf_mla.PagedMLACache(model.config, block_size=BLOCK, dtype=dtype) for _ in range(2))
-    inputs = prompts([40, 3])
+    inputs = {name: x.to(device) for name, x in prompts([40, 3]).items()}
     for turn, length in enumerate((43, 60)):
         outputs = []
         for cache in (staying, leaving):
-            ids = torch.cat([inputs["input_ids"], torch.full((2, length - 40), 7)], 1) if turn else inputs["input_ids"]
-            mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 40, dtype=torch.int64)], 1)
+            ids = (
+                torch.cat([inputs["input_ids"], torch.full((2, length - 40), 7, device=device)], 1)
+                if turn
+                else inputs["input_ids"]
+            )
+            mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 40:])], 1)
             outputs.append(
                 model.generate(ids, attention_mask=mask, max_new_tokens=4, **GREEDY, **using(cache)).sequences
             )
         assert torch.equal(*outputs)
-        before = [layer.pages[leaving.table.blocks()].clone() for layer in leaving.mla_layers]
+        before = [layer.pages.view(torch.uint8)[leaving.table.blocks()] for layer in leaving.mla_layers]
         tier.swap_out(leaving)
         assert all(layer.pages.numel() == 0 for layer in leaving.mla_layers)
         raises_value_error("swapped out", lambda: model.generate(**inputs, max_new_tokens=2, **using(leaving)))
         raises_value_error("swapped out", lambda: leaving.reorder_cache(torch.tensor([0, 0])))
         tier.swap_in(leaving)
         for layer, pages in zip(leaving.mla_layers, before, strict=True):
-            now = layer.pages[leaving.table.blocks()]
-            assert torch.equal(now.view(torch.uint8), pages.view(torch.uint8))
+            assert torch.equal(layer.pages.view(torch.uint8)[leaving.table.blocks()], pages)
 
 
 def test_what_cannot_be_swapped_is_refused() -> None:

@@ -46,7 +46,8 @@ class PagedMLACache(Cache):
             classes of transformers' own DynamicCache; otherwise layers are added as they come.
         block_size: Tokens a block: 16, 32, 64, 128 or 256.
         entry_alignment: Bytes an entry is padded to a multiple of, a power of two from 16 (packed) to 4096.
-        dtype: Type of the stored values (float32, float16, bfloat16), or None for that of the latents.
+        dtype: Type of the stored values (float32, float16, bfloat16, or float8_e4m3fn, which quantises), or None for
+            that of the latents.
         max_tokens: Tokens the pool may hold over all rows, rounded up to blocks; None grows as needed.
 
     Raises:
