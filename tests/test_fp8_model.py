@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from pairs import BLOCK, absorb_up_to, cache_of, feed, record_steps, using
-from tiny import GREEDY, build, prompts, relative_error, scores_of, twin
+from tiny import GREEDY, VERSION, build, prompts, relative_error, scores_of, twin
 
 import hf_mla
 
@@ -29,6 +30,8 @@ def models() -> tuple[Any, Any]:
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("deepseek_v32", marks=pytest.mark.slow)])
 def test_generation(family: str, beams: int) -> None:
+    if family == "deepseek_v32" and Version("5.20") > VERSION:
+        pytest.skip("stock caches expanded keys and values here")
     patched = build(family, num_hidden_layers=2)
     stock = twin(patched)
     hf_mla.patch(patched, **OPTIONS)
