@@ -8,7 +8,6 @@ from the first column that some row doesn't know. When the call ends, all that w
 """
 
 import hashlib
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,6 +200,8 @@ class PrefixPool:
             self._options = options
             self._blocks = PrefixBlocks(options.block_size, cache.table.allocator.max_blocks)
             self._stores = [layer.store for layer in cache.layers]
+            for store in self._stores:
+                store.shared = True
         ours = self._options
         got = options.block_size, options.entry_alignment, options.cache_dtype, len(cache.layers)
         held = ours.block_size, ours.entry_alignment, ours.cache_dtype, len(self._stores)
@@ -217,7 +218,7 @@ class PrefixPool:
     def _open(self, decoder: nn.Module, root: bytes) -> PagedMLACache:
         cache = self._new_cache(decoder)
         cache.ledger = Ledger(root, self._blocks, cache.table)
-        weakref.finalize(cache, cache.table.reset).atexit = False
+        cache.free_when_gone()
         return cache
 
 

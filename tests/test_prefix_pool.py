@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -373,3 +374,21 @@ def test_a_checksum_is_of_all_values_and_their_places(at_once: int, monkeypatch:
     for edited in (weight.flip(0), -weight, weight.roll(1, 0), weight.roll(1), one, weight[:96]):
         assert identity._checksum(edited) != whole
     assert identity._checksum(weight.t().contiguous().t()) == whole
+
+
+def test_copies_of_a_cache_share_the_pools_blocks() -> None:
+    stock, patched = pair()
+    pool, ids = PrefixPool(), ids_of(40)
+    cache = cache_of(patched.generate(**batch(ids), max_new_tokens=3, past_key_values=pool, **GREEDY))
+    cache.crop(-(cache.get_seq_length() - 38))
+    before, copied = pool.nbytes, copy.deepcopy(cache)
+    assert copied.mla_layers[0].pages is cache.mla_layers[0].pages
+    for seed, each in ((5, copied), (6, cache)):
+        arguments = {**batch(torch.cat([ids[:, :38], ids_of(9, seed)], 1)), "max_new_tokens": 8, **GREEDY}
+        assert_same(patched.generate(**arguments, **using(each)), stock.generate(**arguments))
+    assert pool.nbytes < 2 * before
+    del cache, each
+    gc.collect()
+    assert pool._blocks.users
+    del copied
+    check(pool)

@@ -3,6 +3,8 @@
 B rows, S new columns, R = kv_lora_rank, P = qk_rope_head_dim
 """
 
+import copy
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -17,11 +19,20 @@ class PageStore:
     Args:
         layout: Geometry, or None before the first latents.
         pages: [blocks, block_size, entry], or None likewise.
+        shared: Copies of a cache go on with the same pages, as its blocks are a pool's.
     """
 
     def __init__(self) -> None:
+        self.shared = False
         self.layout: EntryLayout | None = None
         self.pages: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict) -> "PageStore":
+        if self.shared:
+            return self
+        new = memo[id(self)] = PageStore()
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
 
 class PagedMLALayer(CacheLayerMixin):

@@ -31,7 +31,7 @@ class Ledger:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reset()
 
-    def __deepcopy__(self, memo: dict) -> None:  # a copy of a cache has blocks of its own, that nobody looks up
+    def __deepcopy__(self, memo: dict) -> None:  # what is done with a copy becomes known to nobody
         return None
 
     def reset(self) -> None:

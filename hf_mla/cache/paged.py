@@ -6,7 +6,9 @@ Lengths have two meanings. `get_seq_length`, `get_mask_sizes`, `crop` and positi
 transformers cache does. Blocks, slots and kernel lengths speak stored tokens: masked columns take no memory.
 """
 
+import copy
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -307,6 +309,17 @@ class PagedMLACache(Cache):
             layer.length = min(layer.length, self.table.length)
             if isinstance(layer, PagedIndexedLayer):
                 layer.crop_indexer(self.table.length)
+
+    def free_when_gone(self) -> None:
+        """Let the blocks, which are a pool's, go with this cache."""
+        weakref.finalize(self, self.table.reset).atexit = False
+
+    def __deepcopy__(self, memo: dict) -> "PagedMLACache":
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if not new.table.alone:
+            new.free_when_gone()
+        return new
 
     def note(self, call: dict) -> None:
         """A step has run, of these arguments by name: let the ledger, which there is, know what the rows say."""

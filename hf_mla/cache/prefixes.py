@@ -44,6 +44,9 @@ class PrefixBlocks(BlockAllocator):
         self.root_of: dict[bytes, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
+    def __deepcopy__(self, memo: dict) -> "PrefixBlocks":  # copies of a cache in a pool stay in it
+        return self
+
     @property
     def num_idle(self) -> int:
         """Known blocks that nobody uses."""

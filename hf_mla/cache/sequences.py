@@ -10,6 +10,7 @@ Rows may share blocks (beams, several sequences of one prompt). A shared block i
 gets a copy first (copy-on-write). Full blocks are never written again.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,14 @@ class SequenceTable:
         self.length = 0
         self.kept: torch.Tensor | None = None
         self._invalidate()
+
+    def __deepcopy__(self, memo: dict) -> "SequenceTable":
+        new = memo[id(self)] = SequenceTable.__new__(SequenceTable)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if not self.alone:  # the same blocks have one user more
+            for row in new.rows:
+                new.allocator.retain(row)
+        return new
 
     @property
     def batch_size(self) -> int:
