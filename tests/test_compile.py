@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import PAGED, pair, using
+from test_graphs import gpu_model, on_gpu, twin_of_stock
 from tiny import GREEDY, prompts, relative_error
 from transformers import CompileConfig, DynamicCache
 
@@ -89,11 +90,11 @@ def test_what_the_operator_does_not_take_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_generate_compiles_on_a_gpu() -> None:
-    stock, patched = pair()
-    stock, patched = stock.cuda(), patched.cuda()
-    arguments = {name: tensor.cuda() for name, tensor in prompts([9, 5]).items()}
-    arguments |= {"max_new_tokens": 12, **GREEDY}
+    model = gpu_model()
+    stock = twin_of_stock(model)
+    arguments = {**on_gpu(prompts([9, 5])), "max_new_tokens": 12, **GREEDY}
     expected = stock.generate(**arguments)
+    hf_mla.patch(model)
     for _ in range(2):
-        got = patched.generate(**arguments, compile_config=CompileConfig(fullgraph=True), **PAGED)
+        got = model.generate(**arguments, compile_config=CompileConfig(fullgraph=True), **PAGED)
         assert relative_error(torch.stack(got.logits), torch.stack(expected.logits)) < 1e-4

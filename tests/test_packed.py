@@ -125,7 +125,7 @@ def test_embeddings_run_packed(passes: list[int]) -> None:
 
 @pytest.mark.gpu
 def test_in_bf16_as_near_to_float32_as_stock(passes: list[int]) -> None:
-    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     model = build("deepseek_v3", first_k_dense_replace=3, **sizes).cuda()
     batch = {name: tensor.cuda() for name, tensor in prompts([700, 31, 412, 1]).items()}
     kept = batch["attention_mask"].bool()
