@@ -11,9 +11,9 @@ import torch
 from . import compat
 from .cache import PagedMLACache
 
-# New tokens of one pass, all rows together; where little memory is free, fewer, down to the second number. Each further
-# pass reads and expands the history anew: on an H200, 8 rows of 8,192 tokens ran at 91k tokens/s in one pass of
-# DeepSeek-V2-Lite's shape, at 82k in two and at 76k in four. A pass of 65,536 tokens takes some 5 GiB there.
+# New tokens of one pass, all rows together; where little memory is free, fewer, down to the second number. Every
+# further pass reads and expands the history anew: on an H200, 8 rows of 8,192 tokens ran at 91k tokens/s in one pass
+# of DeepSeek-V2-Lite's shape, at 82k in two and at 76k in four. Its 65,536 tokens took 4 GiB beyond weights and cache.
 MOST_TOKENS = 65536
 LEAST_TOKENS = 2048
 # A prompt of no more columns than this isn't cut up however many rows it has: rows of different lengths are then run
