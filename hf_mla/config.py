@@ -76,6 +76,11 @@ class MLAConfig:
             raise ValueError(
                 f"cache_dtype is {self.cache_dtype!r}; allowed: None, {', '.join(map(str, CACHE_DTYPES))}"
             )
+        if self.cache_dtype == torch.float8_e4m3fn and self.backend == "flashinfer":
+            raise ValueError(
+                f"cache_dtype is {self.cache_dtype}, which backend 'flashinfer' can't read; allowed: auto, reference, "
+                "triton"
+            )
         if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
             raise ValueError(f"max_tokens is {self.max_tokens!r}; allowed: None or a whole number of tokens above 0")
         for name in ("graphs", "fused", "enabled"):

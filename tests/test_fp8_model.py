@@ -93,11 +93,13 @@ def test_memory_report_counts_bytes() -> None:
     assert cache.update(torch.randn(1, 1, 1, 512), torch.randn(1, 1, 1, 64), 0)[0].dtype == torch.float32
 
 
-def test_float8_of_another_kind_is_refused() -> None:
+def test_what_is_not_served_is_refused() -> None:
     with pytest.raises(ValueError, match="cache_dtype"):
         hf_mla.MLAConfig(cache_dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match="dtype"):
         hf_mla.PagedMLACache(dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="'flashinfer' can't read"):
+        hf_mla.MLAConfig(backend="flashinfer", cache_dtype=FP8)
 
 
 @pytest.mark.gpu
