@@ -291,3 +291,17 @@ def test_attend_on_a_gpu(queries: int, keys: int, causal: bool, dtype: torch.dty
     assert out.shape == (2, 16, queries, 128) and lse.shape == (2, 16, queries)
     assert relative_error(out, scores.softmax(-1) @ v.double()) < {torch.float32: 1e-3}.get(dtype, 1e-2)
     assert (lse - scores.logsumexp(-1)).abs().max() < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_passes_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    model = build("deepseek_v2", num_hidden_layers=2, first_k_dense_replace=2, head_dim=64, **sizes).to("cuda")
+    inputs = {name: tensor.to("cuda") for name, tensor in prompts([500, 333, 60]).items()}
+    exact = twin(model)(**inputs).logits[:, -1]
+    stock, patched = twin(model).to(dtype), hf_mla.patch(model.to(dtype))
+    cut_prompts(monkeypatch, 150)
+    got = feed(patched, inputs["input_ids"], hf_mla.PagedMLACache(), inputs["attention_mask"])[:, -1]
+    error = relative_error(got, exact)
+    assert error < max(1e-4, 1.5 * relative_error(stock(**inputs).logits[:, -1], exact)), error
