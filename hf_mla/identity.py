@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SAMPLES = 64  # of each tensor
+SAMPLES = 16  # of each tensor, at least
 AT_ONCE = 1 << 24  # values
 RUN = 64  # neighbouring values that are summed before they are weighted by place
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # spreads places over 64 bits; products wrap
@@ -41,33 +41,43 @@ _numbers: dict[int, tuple[weakref.ref, int]] = {}  # by a hook's id, which anoth
 _seen: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, bytes]]" = weakref.WeakKeyDictionary()
 
 
+@torch.no_grad()
 def fingerprint(decoder: nn.Module) -> bytes:
     """32 bytes that are the same for equal weights, config, adapters and hooks.
 
     Raises:
         ValueError: Weights that aren't at hand, as under CPU offload.
     """
-    tensors = _tensors_of(decoder)
-    switches = _config_of(decoder), _numbers_of(decoder), _switches_of(decoder)
-    addresses = tuple((name, id(t), t.data_ptr(), _version_of(t), t.dtype) for name, t in tensors)
-    state = addresses, switches, _samples(tensors)
+    tensors, numbers, switches = _look(decoder)
+    addresses = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for _, t in tensors)
+    state = addresses, _config_of(decoder), numbers, switches, _samples(tensors)
     seen = _seen.get(decoder)
     if seen is not None and seen[0] == state:
         return seen[1]
-    digest = hashlib.sha256(repr(switches).encode())
+    digest = hashlib.sha256(repr((_config_of(decoder), sorted(numbers), switches)).encode())
     for name, tensor in tensors:
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), _checksum(tensor))).encode())
     _seen[decoder] = state, digest.digest()
     return digest.digest()
 
 
-def _numbers_of(decoder: nn.Module) -> tuple:
-    return tuple(
-        (name, attribute, value)
-        for name, module in decoder.named_modules()
-        for attribute, value in sorted(module.__dict__.items())
-        if type(value) in (int, float, bool) and not attribute.startswith("_") and attribute not in IDLE_NUMBERS
-    )
+def _look(decoder: nn.Module) -> tuple[list[tuple[str, torch.Tensor]], list[tuple], list[tuple]]:
+    """Tensors by name, modules' own numbers, and adapters and hooks; in one go, since every prompt waits for it."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    numbers: list[tuple] = []
+    switches: list[tuple] = []
+    for name, module in decoder.named_modules():
+        own = module.__dict__
+        for attribute, value in own.items():
+            if type(value) in (int, float, bool) and attribute[0] != "_" and attribute not in IDLE_NUMBERS:
+                numbers.append((name, attribute, value))
+        for group in (own["_parameters"], own["_buffers"]):
+            for attribute, tensor in group.items():
+                if tensor is not None:
+                    tensors += _parts_of(f"{name}.{attribute}", tensor)
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "merged_adapters" in own:
+            switches += _switches_of(name, module)
+    return tensors, numbers, switches
 
 
 def _config_of(decoder: Any) -> str:
@@ -75,37 +85,31 @@ def _config_of(decoder: Any) -> str:
     return json.dumps([type(decoder).__name__, values], sort_keys=True, default=str)
 
 
-def _tensors_of(decoder: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    whole = [*decoder.named_parameters(), *decoder.named_buffers()]
-    named = [part for name, tensor in whole for part in _parts_of(name, tensor)]
-    missing = [name for name, tensor in named if tensor.is_meta]
-    if missing:
-        raise ValueError(
-            f"model: {missing[0]} and {len(missing) - 1} more weights are offloaded, so what the model computes can't "
-            "be told; a pool of prefixes needs all of them in memory"
-        )
-    return named
-
-
 def _parts_of(name: str, tensor: Any) -> list[tuple[str, torch.Tensor]]:
     """A tensor, or the ordinary ones that one of another class (quantised, sharded) is made of."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if tensor.is_meta:
+        raise ValueError(
+            f"model: {name} is offloaded, so what the model computes can't be told; a pool of prefixes needs all "
+            "weights in memory"
+        )
+    if type(tensor) in (nn.Parameter, torch.Tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [(name, tensor)]
     parts, _ = tensor.__tensor_flatten__()
     return [found for part in parts for found in _parts_of(f"{name}.{part}", getattr(tensor, part))]
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _samples(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
     """Some values of every tensor: edits through `.data` leave no other trace."""
     groups: dict[tuple, list[torch.Tensor]] = {}
     for _, tensor in tensors:
-        flat = _integers(tensor)
-        groups.setdefault((flat.device, flat.dtype), []).append(flat[:: max(1, len(flat) // SAMPLES)])
-    return b"".join(torch.cat(parts).cpu().numpy().tobytes() for parts in groups.values())
+        count = tensor.numel()
+        step = max(1, count // SAMPLES)
+        if tensor.is_contiguous() and tensor.dtype.itemsize > 1:
+            part = tensor.as_strided((-(-count // step),), (step,))
+        else:
+            part = _integers(tensor)[::step]
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    return b"".join(torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in groups.values())
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,20 +131,17 @@ def _checksum(tensor: torch.Tensor) -> int:
     return int(total)
 
 
-def _switches_of(decoder: nn.Module) -> tuple:
+def _switches_of(name: str, module: nn.Module) -> list[tuple]:
     """Which adapters act and how much, and hooks, which are known to this process alone."""
-    found: list[Any] = []
-    for name, module in decoder.named_modules():
-        if hasattr(module, "merged_adapters"):
-            attributes = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
-            found.append((name, *(repr(getattr(module, attribute, None)) for attribute in attributes)))
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        hooks = [
-            h for h in hooks if not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing")
-        ]
-        if hooks:
-            found.append((name, _process, *map(_number_of, hooks)))
-    return tuple(found)
+    found: list[tuple] = []
+    if hasattr(module, "merged_adapters"):
+        attributes = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+        found.append((name, *(repr(getattr(module, attribute, None)) for attribute in attributes)))
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks = [h for h in hooks if not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing")]
+    if hooks:
+        found.append((name, _process, *map(_number_of, hooks)))
+    return found
 
 
 def _number_of(hook: Any) -> int:
