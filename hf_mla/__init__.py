@@ -11,6 +11,7 @@ compat.check_version()
 from . import compiled, generation, stopping  # noqa: E402
 from .cache import HostTier, MemoryReport, PagedMLACache, PoolExhausted  # noqa: E402
 from .config import MLAConfig  # noqa: E402
+from .parallel import tp_plan  # noqa: E402
 from .patch import disable, enable, patch, patched, unpatch  # noqa: E402
 from .pool import PrefixPool  # noqa: E402
 
@@ -26,6 +27,7 @@ __all__ = [
     "enable",
     "patch",
     "patched",
+    "tp_plan",
     "unpatch",
 ]
 
