@@ -86,6 +86,7 @@ def test_adapters_that_are_switched_find_their_own() -> None:
     assert both(stock, patched, pool, inputs) == [0]
 
 
+@pytest.mark.slow
 def test_a_hook_gone_and_another_in_its_place_in_memory_finds_nothing() -> None:
     stock, patched = pair()
     pool, inputs, addresses = PrefixPool(), batch(ids_of(50)), set()

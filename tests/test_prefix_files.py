@@ -93,7 +93,8 @@ def refused(pool: PrefixPool, path: Path, model: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         pool.load(path, model)
     assert (dict(pool._blocks.block_of), pool._blocks.num_blocks) == before
-    check(pool)
+    pool._blocks.check()
+    assert not pool._blocks.users
 
 
 def test_files_that_are_not_whole_are_refused(saved: Any, tmp_path: Path) -> None:

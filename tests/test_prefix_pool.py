@@ -114,6 +114,7 @@ def test_rows_that_know_nothing_are_completed_together(monkeypatch: pytest.Monke
     [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}, {"prefill_chunk_size": 5}],
     ids=["beams", "sequences", "chunks"],
 )
+@pytest.mark.slow
 def test_ways_to_generate(options: dict) -> None:
     stock, patched = pair()
     pool, inputs = PrefixPool(), batch(ids_of(40), ids_of(21, 2))
@@ -136,6 +137,7 @@ def test_assisted_decoding_runs_as_without_a_pool() -> None:
     check(pool)
 
 
+@pytest.mark.slow
 def test_right_pads_holes_and_odd_positions() -> None:
     stock, patched = pair()
     pool, ids = PrefixPool(), ids_of(50)
@@ -224,7 +226,7 @@ def test_a_patch_that_is_off_leaves_all_to_stock() -> None:
     assert pool.known_tokens == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.slow)])
 def test_a_call_that_fails_leaves_the_pool_sound(error: type[BaseException]) -> None:
     stock, patched = pair()
     pool, a, b = PrefixPool(), ids_of(50, 1), ids_of(60, 2)
@@ -271,6 +273,7 @@ def test_a_generation_config_that_asks_for_pages_goes_with_a_pool() -> None:
     assert pool.reused == [48]
 
 
+@pytest.mark.slow
 def test_copies_of_a_cache_share_the_pools_blocks() -> None:
     stock, patched = pair()
     pool, ids = PrefixPool(), ids_of(40)
