@@ -105,7 +105,8 @@ def test_a_forward_that_fails_halfway_can_be_tried_again(stock, model, layer, pa
     assert [cache.get_seq_length(i) for i in range(3)] == [past] * 3
     assert not past or assert_unchanged(cache, before) is None
     got, expected = run(model, cache, ids[:, past:], mask), run(stock, reference, ids[:, past:], mask)
-    assert relative_error(got, expected) < TOLERANCE
+    kept = mask[:, past:].bool()  # nothing is computed for the others in a prompt
+    assert relative_error(got[kept], expected[kept]) < TOLERANCE
     cache.table.check()
 
 
@@ -292,5 +293,5 @@ def test_an_unpatched_model_goes_on_from_a_padded_batch_that_a_patched_one_cache
     run(model, cache, batch["input_ids"], batch["attention_mask"])
     run(stock, reference, batch["input_ids"], batch["attention_mask"])
     got = decode(stock, cache, batch["attention_mask"], rows=2)
-    assert torch.equal(got, decode(stock, reference, batch["attention_mask"], rows=2))
+    assert relative_error(got, decode(stock, reference, batch["attention_mask"], rows=2)) < TOLERANCE
     assert cache.table.stored == [23, 10]

@@ -323,13 +323,13 @@ def test_names_in_a_step(monkeypatch):
     own_registry = copy.copy(view)
     own_registry.__dict__["registered"] = False
     assert view._experts_implementation == own_registry._experts_implementation == "batched_mm"
-    step = SimpleNamespace(plan=SimpleNamespace(absorbed=True))
+    step = SimpleNamespace(plan=SimpleNamespace(reads_pages=True))
     for name in ("batched_mm", "grouped_mm"):
         view._experts_implementation = name
-        for absorbed in (True, False):
-            step.plan.absorbed = absorbed
+        for ours in (True, False):
+            step.plan.reads_pages = ours
             assert view._experts_implementation == experts.EXPERTS_NAME
-            assert own_registry._experts_implementation == ("grouped_mm" if absorbed else name)
+            assert own_registry._experts_implementation == ("grouped_mm" if ours else name)
     for name in ("eager", "sonicmoe", None):
         view._experts_implementation = name
         assert view._experts_implementation == own_registry._experts_implementation == name

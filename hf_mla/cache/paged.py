@@ -316,7 +316,7 @@ class PagedMLACache(Cache):
 
     def __deepcopy__(self, memo: dict) -> "PagedMLACache":
         new = memo[id(self)] = type(self).__new__(type(self))
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
         if not new.table.alone:
             new.free_when_gone()
         return new
