@@ -7,10 +7,12 @@ decode step is a CUDA graph already, and the compiler gets what is around it. ge
 `compile_config`, since there is little left to win.
 """
 
+import copy
 import functools
 from typing import Any
 
 import torch
+import torch._inductor.config
 from transformers import GenerationMixin
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -18,8 +20,9 @@ from . import compat
 from .cache import PagedMLACache, tickets
 
 KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
-# Modes such as reduce-overhead capture what they compile, and a captured graph can't be replayed inside a capture.
-_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+# Modes that capture what they compile in CUDA graphs, and what there is in their place: beside the decoder's own
+# graphs, theirs ended in illegal memory accesses (torch 2.11).
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 @torch.library.custom_op(
@@ -27,7 +30,6 @@ _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasa
     mutates_args=(),
     schema="(Tensor input_ids, Tensor? attention_mask, Tensor? position_ids, Tensor cache, int decoder, "
     "int hidden_size, ScalarType dtype) -> Tensor",
-    tags=_TAGS,
 )
 def decoder_pass(
     input_ids: Any, attention_mask: Any, position_ids: Any, cache: Any, decoder: Any, hidden_size: Any, dtype: Any
@@ -40,6 +42,9 @@ def decoder_pass(
 
 @decoder_pass.register_fake
 def _(input_ids: Any, attention_mask: Any, position_ids: Any, cache: Any, decoder: Any, hidden_size: Any, dtype: Any):  # type: ignore[no-untyped-def]
+    if torch._inductor.config.triton.cudagraphs:  # while inductor compiles
+        allowed = ", ".join(WITHOUT_GRAPHS.values())
+        raise ValueError(f"mode: one with CUDA graphs of its own, beside the decoder's; allowed: {allowed}")
     return input_ids.new_empty((*input_ids.shape, hidden_size), dtype=dtype)
 
 
@@ -74,7 +79,12 @@ def _wrap(original: Any) -> Any:
         config = generation_config.compile_config
         if config is None or not isinstance(model_kwargs.get(compat.CACHE_NAME), PagedMLACache):
             return original(self, model_kwargs, generation_config)
-        return not generation_config.disable_compile and (self.device.type == "cuda" or config._compile_all_devices)
+        if config.mode in WITHOUT_GRAPHS:  # reduce-overhead is what a config has that names none
+            generation_config.compile_config = copy.copy(config)
+            generation_config.compile_config.mode = WITHOUT_GRAPHS[config.mode]
+        return not generation_config.disable_compile and (
+            self.device.type == "cuda" or bool(config._compile_all_devices)
+        )
 
     return criteria
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,9 +67,14 @@ def test_a_copied_cache_has_a_ticket_of_its_own(change: Any) -> None:
     assert int(change(cache).ticket) != int(cache.ticket)
 
 
-def test_generate_compiles_where_it_is_told_to() -> None:
+@pytest.mark.parametrize("mode", ["reduce-overhead", "default", None])
+def test_generate_compiles_where_it_is_told_to(mode: str | None) -> None:
     stock, patched = pair()
     config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    wrapped = type(patched)._valid_auto_compile_criteria
+    asked = SimpleNamespace(compile_config=CompileConfig(mode=mode), disable_compile=False)
+    wrapped(patched, using(hf_mla.PagedMLACache()), asked)
+    assert asked.compile_config.mode == (mode if mode is None else "default")
     config._compile_all_devices = True
     arguments = {**prompts([9, 5]), "max_new_tokens": 6, **GREEDY}
     expected = stock.generate(**arguments)
@@ -86,6 +92,14 @@ def test_what_the_operator_does_not_take_is_refused() -> None:
     compiled = torch.compile(patched.__call__, fullgraph=True, backend="eager")
     with torch.no_grad(), pytest.raises(Exception, match="inputs_embeds: not supported by a compiled pass"):
         compiled(inputs_embeds=torch.randn(1, 4, patched.config.hidden_size), **using(cache))
+
+
+def test_modes_with_graphs_of_their_own_are_refused() -> None:
+    patched = pair(num_hidden_layers=1)[1]
+    cache, batch = hf_mla.PagedMLACache(), prompts([9, 5])
+    compiled = torch.compile(patched.__call__, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad(), pytest.raises(Exception, match="mode: one with CUDA graphs of its own"):
+        compiled(**batch, **using(cache))
 
 
 @pytest.mark.gpu
