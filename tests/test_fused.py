@@ -17,6 +17,7 @@ from hf_mla.standin import StandIn
 
 pytest.importorskip("triton")
 
+FEW = ("complex rope", "interleaved rope")  # the fast suite's
 MODELS = {
     "complex rope": ("deepseek_v2", {"rope_parameters": YARN}),
     "plain queries, groups": (
@@ -84,6 +85,7 @@ def test_twenty_padded_steps_are_stocks(name, anywhere):
     assert anywhere["FusedNorm", True] == 20 * norms + layers  # stock's attention reads the prompt
 
 
+@pytest.mark.slow
 def test_beams_share_blocks_and_rows_straddle_them(anywhere):
     stock, patched = pair("deepseek_v3")
     batch = prompts([BLOCK - 1, BLOCK + 1])
@@ -114,7 +116,9 @@ def test_only_over_a_paged_cache_without_gradients_and_attention_in_single_colum
         assert relative_error(logits, stock(input_ids=whole).logits[:, -1:]) < 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_padded_prompts_are_read_as_by_stock(name, anywhere):
     family, changes = MODELS[name]
     stock, patched = pair(family, **changes)

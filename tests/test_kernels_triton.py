@@ -42,7 +42,7 @@ def test_shapes(heads, q_len, rank, rope, dtype):
     check(x, *run(x))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, triton_plan.MAX_SPLITS])
+@pytest.mark.parametrize("splits", [1, 2, 8, pytest.param(triton_plan.MAX_SPLITS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_splits_and_configs(splits, columns, block_n):

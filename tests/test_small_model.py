@@ -74,6 +74,7 @@ def test_loss_over_a_paged_cache_is_the_loss(
     assert plain.per_byte < 1.5  # it is a trained model: an untrained one of this vocabulary pays 2.5 nats and more
 
 
+@pytest.mark.slow
 def test_loss_with_latents_in_eight_bits(patched: Any, tokenizer: Any, held_out: str, recall: ModuleType) -> None:
     sizes = {"window": 257, "batch_size": 4, "max_tokens": 4 * 256, "chunk": 7}
 
@@ -87,6 +88,7 @@ def test_loss_with_latents_in_eight_bits(patched: Any, tokenizer: Any, held_out:
     assert loss.perplexity == pytest.approx(exact.perplexity, rel=0.01)
 
 
+@pytest.mark.slow
 def test_recall_with_latents_in_eight_bits(patched: Any, tokenizer: Any, held_out: str, recall: ModuleType) -> None:
     prompts = recall.build_recall_prompts(
         tokenizer, held_out, length=250, depths=DEPTHS, per_depth=4, facts=4, seed=250
