@@ -31,6 +31,22 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.parametrize(
+    ("length", "to"), [(1, 128), (128, 128), (129, 256), (1000, 1024), (1025, 1152), (2049, 2304), (5000, 5120)]
+)
+def test_rows_have_few_lengths(length: int, to: int) -> None:
+    assert packed.rounded(length) == to
+
+
+def test_lengthened_rows_give_the_same(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "ROUNDS_ON", ("cpu",))
+    monkeypatch.setattr(packed, "rounded", lambda length: -(-length // 16) * 16)
+    stock, patched = pair()
+    arguments = {**prompts(RAGGED), "max_new_tokens": 6, **GREEDY}
+    expected, got = stock.generate(**arguments), patched.generate(**arguments, **PAGED)
+    assert passes and relative_error(scores_of(got), scores_of(expected)) < 1e-5
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3", "mistral4", "longcat_flash"])
 def test_prompts_logits_are_stocks(family: str, side: str, passes: list[int]) -> None:
