@@ -8,7 +8,7 @@ from . import compat
 
 compat.check_version()
 
-from . import compiled, generation, stopping  # noqa: E402
+from . import batching, compiled, generation, stopping  # noqa: E402
 from .cache import HostTier, MemoryReport, PagedMLACache, PoolExhausted  # noqa: E402
 from .config import MLAConfig  # noqa: E402
 from .parallel import tp_plan  # noqa: E402
@@ -34,3 +34,4 @@ __all__ = [
 generation.install()
 stopping.install()
 compiled.install()
+batching.install()

@@ -28,6 +28,7 @@ from .absorb import absorb_query, absorbed_weights, project_back
 from .cache import PagedMLACache
 from .cache.gradient import refuse_gradient
 from .cache.layer import PagedMLALayer
+from .cache.mixed import MixedPlan
 from .cache.step import StepPlan
 from .history import attend_in_pieces
 from .packed import attend_rows
@@ -44,7 +45,7 @@ class PatchKey:
 
 @dataclass
 class ActiveStep:
-    """A forward pass that this thread is in; `device` is its inputs'."""
+    """A forward pass that this thread is in; `device` is its inputs'. Of a mixed pass the cache is a MixedCache."""
 
     cache: PagedMLACache
     plan: StepPlan
@@ -223,13 +224,39 @@ def absorbed_attention(
     step.plan.unread = None
     with torch.no_grad():
         holder = _holder(step, module, key)
-        if step.plan.in_pieces:
+        if isinstance(step.plan, MixedPlan):
+            out = _attend_parts(module, query.detach(), key.detach(), value.detach(), step, scaling, holder)
+        elif step.plan.in_pieces:
             layer, expand = step.cache.layers[holder], module.expand_kv.expand
             latents = key.detach(), value.detach()
             out = attend_in_pieces(module, query.detach(), *latents, layer, step.plan, scaling, expand)
         else:
             out = _attend(module, query.detach(), step, scaling, holder, attention_mask, **kwargs)
     return refuse_gradient(out, query), None
+
+
+def _attend_parts(
+    module: Any,
+    query: torch.Tensor,
+    ckv: torch.Tensor,
+    k_pe: torch.Tensor,
+    step: ActiveStep,
+    scaling: float,
+    holder: int,
+) -> torch.Tensor:
+    """Attention of a mixed pass, [1, H, T, nope + P] and its own latents -> [1, T, H, v]; 0 for pads."""
+    plan, layer = step.plan, step.cache.layers[holder]
+    assert isinstance(plan, MixedPlan)
+    result = query.new_zeros(1, query.shape[2], query.shape[1], module.v_head_dim)
+    for part in plan.parts:
+        own = part.take(query)
+        if part.plan.absorbed:
+            out = _attend(module, own, ActiveStep(step.cache, part.plan, step.device), scaling, holder, None)
+        else:
+            latents, expand = (part.take(ckv), part.take(k_pe)), module.expand_kv.expand
+            out = attend_in_pieces(module, own, *latents, layer, part.plan, scaling, expand)
+        result[0, part.columns] = out.flatten(0, 1)
+    return result
 
 
 def _holder(step: ActiveStep, module: Any, key: torch.Tensor) -> int:

@@ -17,6 +17,10 @@ CACHE_NAME = "cache" if VERSION >= Version("5.24") else "past_key_values"
 # generate's `prefill_chunk_size` begins at column 0 before this, whatever the cache holds.
 CHUNKS_GO_ON = VERSION >= Version("5.23")
 
+# Since when continuous batching has a class that books blocks, and of which a cache of latents can be made.
+BATCHING_SINCE = "5.20"
+BATCHING = VERSION >= Version(BATCHING_SINCE)
+
 
 def check_version() -> None:
     """Refuse a transformers that keeps expanded keys in its caches (before 5.15).

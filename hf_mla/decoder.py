@@ -12,6 +12,7 @@ from . import compat, packed
 from .absorb import has_one_weight
 from .attention import ActiveStep, PatchKey, entered, is_in_use
 from .cache import PagedMLACache, tickets
+from .cache.mixed import MixedCache
 from .chunks import columns_at_once, may_be_cut, run_in_chunks
 from .compiled import traced_pass
 from .config import MLAConfig
@@ -66,6 +67,8 @@ class DecoderForward:
         if torch.compiler.is_compiling():
             paged = isinstance(call["cache"], PagedMLACache)
             return traced_pass(self.ticket, module, call) if paged else self._run(module, args, kwargs)
+        if isinstance(call["cache"], MixedCache):
+            return self._mixed(module, call)
         size = self._columns_at_once(module, call)
         if size is not None:
             return run_in_chunks(lambda **part: self._planned(module, (), part), call, call["cache"], size)
@@ -76,6 +79,27 @@ class DecoderForward:
             return self._pass(module, args, kwargs, ahead=self.graphs is not None)
         except _OtherMask:  # undone by now
             return self._pass(module, args, kwargs, ahead=False)
+
+    def _mixed(self, module: Any, call: dict) -> Any:
+        """The decoder's output for one row of tokens of many requests, [1, T, D]."""
+        cache, inputs = call["cache"], call.get("inputs_embeds")
+        name = "input_ids" if inputs is None else "inputs_embeds"
+        inputs = call[name]
+        plan = cache.step = cache.plan_pass(call, self._max_absorbed(), self.config.backend)
+        # Where each request has one new token they are a batch's rows, and run as a decode step does.
+        shape = (1, inputs.shape[1]) if not plan.absorbed else (inputs.shape[1], 1)
+        part = {
+            name: inputs.view(*shape, *inputs.shape[2:]),
+            "position_ids": call["position_ids"].view(shape),
+            # A prepared (4D) mask is passed on as it is, so none is built.
+            "attention_mask": torch.empty((1, 1, 1, 1), dtype=torch.bool, device=inputs.device),
+            "use_cache": False,
+            compat.CACHE_NAME: cache,
+        }
+        with entered(self.key, ActiveStep(cache, plan, inputs.device)):
+            output = self._run(module, (), part)
+        output.last_hidden_state = output.last_hidden_state.view(1, inputs.shape[1], -1)
+        return output
 
     def _pass(self, module: Any, args: tuple, kwargs: dict, ahead: bool) -> Any:
         step = self._begin(module, args, kwargs, ahead)

@@ -55,6 +55,12 @@ def find_bindings(model: nn.Module) -> list[tuple[nn.Module, Binding]]:
     return [(module, module.__dict__["_hf_mla"]) for module in model.modules() if "_hf_mla" in module.__dict__]
 
 
+def binding_of(model: nn.Module) -> tuple[nn.Module, Binding] | None:
+    """The patched decoder of `model` and its binding; None where it isn't patched, or patched to run stock code."""
+    found = find_bindings(model)
+    return found[0] if found and found[0][1].config.enabled else None
+
+
 def find_attentions(model: nn.Module) -> Attentions:
     """(name, module) of all in `model` that projects keys and values from a latent, whatever its class is called.
 
