@@ -32,9 +32,9 @@ from hf_mla.cache.layer import PagedMLALayer
 from hf_mla.families import REFUSED, SERVED
 
 NEW = [family for family in INSTALLED if family in MORE_FAMILIES]  # the others have whole files of tests
-# Two whose tests take as long as all the others' together: most of them are for the full suite.
-TAKES_LONG = ("dots3_note_text", "glm5_next_text")
-MOST = [pytest.param(family, marks=pytest.mark.slow) if family in TAKES_LONG else family for family in NEW]
+# One of each way and of what sits between; the others' longer tests are for the full suite.
+FEW = ("minicpm3", "longcat_flash", "kimi_linear", "deepseek_v32")
+ALL = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in NEW]
 LINEAR = [family for family in NEW if SERVED[family].others == "linear attention"]
 ROLLING = [family for family in NEW if family not in LINEAR]
 SPARSE = [family for family in NEW if SERVED[family].way == "sparse"]
@@ -58,7 +58,7 @@ def ids_of(length: int, rows: int = 2, seed: int = 5) -> torch.Tensor:
     return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ALL)
 def test_64_tokens_of_a_padded_batch_are_stock(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, patched = pair(family)
     assert attention_peak(stock) > 8 / 40  # far from uniform, so that a wrong or missing key shows
@@ -94,7 +94,7 @@ def test_decoding_reads_the_pages(family: str) -> None:
     assert feed(patched, ids_of(1), cache).isnan().all()
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ALL)
 def test_three_beams(family: str) -> None:
     stock, patched = pair(family)
     beams = {"num_beams": 3, "num_return_sequences": 2}
@@ -102,7 +102,7 @@ def test_three_beams(family: str) -> None:
     assert torch.equal(got.beam_indices[:, :1] >= 0, torch.ones(4, 1, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ALL)
 @torch.no_grad()
 def test_a_prefix_reused_by_deepcopy(family: str) -> None:
     stock, patched = pair(family)
@@ -119,7 +119,7 @@ def test_a_prefix_reused_by_deepcopy(family: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 20])
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ALL)
 @torch.no_grad()
 def test_continuations_of_any_length(family: str, size: int) -> None:
     stock, patched = pair(family)
@@ -161,7 +161,7 @@ def test_linear_layers_roll_back_no_further_than_in_stock(family: str) -> None:
             cache.crop(-1)
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ALL)
 @torch.no_grad()
 def test_reset_and_other_rows(family: str) -> None:
     stock, patched = pair(family)
@@ -180,7 +180,7 @@ def test_reset_and_other_rows(family: str) -> None:
         assert relative_error(feed(patched, more[:, -1:], cache)[:, 0], stock(more).logits[:, -1]) < 1e-4
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ALL)
 @torch.no_grad()
 def test_a_pass_that_fails_halfway(family: str) -> None:
     stock, patched = pair(family)
@@ -220,7 +220,7 @@ def test_selections_are_honoured(family: str) -> None:
     assert relative_error(logits[1], expected) > 1e-2
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ALL)
 def test_assisted_decoding_as_in_stock(family: str) -> None:
     stock, patched = pair(family)
     helper = build(family, seed=7)

@@ -43,7 +43,9 @@ def check(x: Case, by=product, **options) -> None:
 
 @pytest.mark.parametrize("dtype", GROUPED_DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "num_experts"), [(1, 1, 1), (1, 6, 64), (7, 3, 8), (65, 6, 24), (3, 5, 5)]
+    ("tokens", "top_k", "num_experts"),
+    [(1, 1, 1), (7, 3, 8), (3, 5, 5)]
+    + [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(1, 6, 64), (65, 6, 24)]],
 )
 @pytest.mark.parametrize("by", [product, moe._grouped_linear])
 def test_counts(by, tokens, top_k, num_experts, dtype):

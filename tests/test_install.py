@@ -53,6 +53,7 @@ def test_import_with_optional_packages_absent():
     run_python(absent + "import hf_mla\n" + ASK_FOR_FLASHINFER)
 
 
+@pytest.mark.slow
 def test_import_with_broken_optional_packages(tmp_path):
     for name in ("flashinfer", "IPython", "jupyter"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} is broken here')\n")
@@ -78,6 +79,7 @@ def test_import_pulls_in_no_optional_package():
     assert after == before
 
 
+@pytest.mark.slow
 def test_import_touches_neither_network_nor_files_nor_processes():
     watch = f"""
 import json, os, sys

@@ -42,9 +42,10 @@ def test_shapes(heads, q_len, rank, rope, dtype):
     check(x, *run(x))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, pytest.param(triton_plan.MAX_SPLITS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("splits", [1, 2, 8, triton_plan.MAX_SPLITS])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("block_n", [16, 64])
+@pytest.mark.slow
 def test_splits_and_configs(splits, columns, block_n):
     x = make([0, 5, 64, 117], heads=5, q_len=2, dtype=torch.float16, device=DEVICE)
     check(x, *run(x, splits, Config(16, block_n, 4, 2, heads_as_columns=columns)))
@@ -52,6 +53,7 @@ def test_splits_and_configs(splits, columns, block_n):
 
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.slow
 def test_large_queries_and_keys(scale, splits):
     x = make(LENGTHS, scale=scale, device=DEVICE)
     check(x, *run(x, splits), factor=4)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 import transformers
 
@@ -38,6 +39,7 @@ def test_report_names_versions_backends_and_environment():
     assert "HF_MLA_DISABLE=1" in names
 
 
+@pytest.mark.slow
 def test_report_survives_broken_optional_packages(tmp_path):
     for name in ("triton", "flashinfer"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is broken here')\n")

@@ -62,7 +62,9 @@ def patched() -> Any:
     return hf_mla.patch(load(torch.float32))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(64, marks=pytest.mark.slow), 200]
+)
 def test_loss_over_a_paged_cache_is_the_loss(
     chunk: int, stock: Any, patched: Any, tokenizer: Any, held_out: str, recall: ModuleType
 ) -> None:
