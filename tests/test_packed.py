@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import BLOCK, PAGED, pair, using
-from tiny import GREEDY, build, prompts, relative_error, scores_of
+from tiny import GREEDY, INSTALLED, build, prompts, relative_error, scores_of
 from torch import nn
 
 import hf_mla
@@ -63,7 +63,7 @@ def test_prompts_logits_are_stocks(family: str, side: str, passes: list[int]) ->
     assert cache.memory_report().tokens == sum(RAGGED) and cache.get_seq_length() == 50
 
 
-@pytest.mark.parametrize("family", [name for name, of in SERVED.items() if of.way == "absorbed"])
+@pytest.mark.parametrize("family", [name for name in INSTALLED if SERVED[name].way == "absorbed"])
 def test_generates_as_stock(family: str, passes: list[int]) -> None:
     stock, patched = pair(family, num_hidden_layers=3)
     arguments = {**prompts(RAGGED), "max_new_tokens": 6, **GREEDY}
