@@ -16,6 +16,9 @@ from hf_mla import PagedMLACache
 
 peft = pytest.importorskip("peft")
 
+pytestmark = pytest.mark.slow
+
+
 TARGETS = ["kv_b_proj", "o_proj"]
 LORA = {"r": 4, "lora_alpha": 32, "target_modules": TARGETS, "init_lora_weights": False}
 BATCH = prompts([3, 20])

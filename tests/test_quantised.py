@@ -20,6 +20,8 @@ from hf_mla.absorb import absorbed_weights
 
 NOPE, V, RANK, HEADS = 32, 64, 128, 4
 
+pytestmark = pytest.mark.slow
+
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
